@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -16,7 +17,9 @@ from gradwire.choosing import (
     ACCURACIES,
     CANDIDATES,
     CASES,
+    LAYOUTS,
     NEAR,
+    SLOW,
     Case,
     Demand,
     best_of,
@@ -27,12 +30,15 @@ from gradwire.choosing import (
     demand,
     square_matrices,
 )
-from gradwire.choosing.accuracy import SAFE_ERROR
+from gradwire.choosing.accuracy import SAFE_ERROR, allows
+from gradwire.choosing.rules import BUCKET
 from gradwire.cli.main import main
 from gradwire.core.errors import SpecError
 from gradwire.core.link import Link
 from gradwire.drivers.contention import Contention
 from gradwire.drivers.cost import specs_on
+from gradwire.topology import AxisLink, MeasuredPair
+from gradwire.topology.link_profile import LinkProfile
 
 ALONE = ("int4", "powersgd:8,factors=fp16", "topk:0.01", "none,exchange=ring", "krum:1", "int8,node=2")
 """Specs with messages of each kind."""
@@ -45,6 +51,30 @@ def test_every_case_takes_something_that_can_be_written() -> None:
         for spec in re.findall(r'(?<!=)"([^"]+)"', case.call) or [case.take]:
             assert gradwire.parse(spec).place.call_of(spec) == case.call.replace("attach(model", "attach(ddp")
         assert (choosing_page.PAGE.parent / case.page).exists()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("slow", SLOW)
+def test_a_case_keeps_the_class_of_accuracy_or_says_which_one_it_needs(layout: str, slow: str) -> None:
+    for accuracy in ACCURACIES:
+        found = choose(Case(rate=1e9, step_s=0.1, layout=layout, slow=slow, accuracy=accuracy))
+        if found.forecasts:
+            continue
+        (fixed,) = (each for each in CASES if each.call == found.call)
+        if allows(accuracy, fixed.accuracy):
+            assert found.why == fixed.why
+        else:
+            assert f"It needs --accuracy bold: methods that {accuracy} allows {fixed.stricter}" in found.why
+            assert fixed.stricter
+
+
+def test_a_sharded_model_is_sent_as_its_class_of_accuracy_allows(capsys: pytest.CaptureFixture[str]) -> None:
+    calls = {"lossless": "none", "safe": "int4", "bold": "int4,parameters=int8"}
+    for accuracy, spec in calls.items():
+        assert main(["choose", "--rate", "1gbit", "--layout", "fsdp2", "--accuracy", accuracy]) == 0
+        said = capsys.readouterr().out
+        assert f'Take gradwire.attach(model, "{spec}")' in said
+        assert "It needs" not in said
 
 
 def test_what_is_taken_is_the_first_that_is_nearly_the_fastest() -> None:
@@ -81,6 +111,77 @@ def test_times_grow_with_the_model_beyond_what_is_planned() -> None:
     assert large == pytest.approx(1000 * small, rel=0.02)
     _, small, large = (choose(case).forecasts[-1].sending_s for case in cases)
     assert large == pytest.approx(10 * small, rel=0.02)
+
+
+def test_ddp_sends_full_buckets_and_the_rest() -> None:
+    rest = BUCKET // 2
+    case = Case(parameters=10 * BUCKET + rest, rate=1e9, ranks=4, step_s=1e-6)
+    sending_s = 3 / 2 * 4 * case.parameters * 8e-9 + 11 * 6 * 1e-4
+    found = choose(case).forecasts[0]
+    assert found.sending_s == pytest.approx(sending_s, rel=1e-6)
+    long = choose(dataclasses.replace(case, step_s=1000.0)).forecasts[0]
+    assert long.exposed_s == pytest.approx(rest / case.parameters * sending_s, rel=1e-6)  # the last one is never hidden
+    last = choose(dataclasses.replace(case, parameters=16 * BUCKET, step_s=1000.0)).forecasts[0]
+    assert last.exposed_s == pytest.approx(last.sending_s / 16, rel=1e-6)
+
+
+def test_a_latency_is_assumed_only_where_none_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def latency_s(delay_s: float | None) -> float:
+        """What the rounds of one bucket take beside its bytes, of one round."""
+        case = Case(rate=1e9, parameters=1000, ranks=2, step_s=1.0, delay_s=delay_s)
+        return (choose(case).forecasts[0].sending_s - 4000 * 8e-9) / 2
+
+    assert latency_s(None) == pytest.approx(1e-4)
+    assert latency_s(5e-5) == pytest.approx(2.5e-5)
+    assert latency_s(0.0) == pytest.approx(0.0, abs=1e-12)
+    words = "choose --rate 1tbit --parameters 1k --ranks 1001 --step 1 --accuracy lossless --device cpu --delay"
+    for told, ms in (("2us", "2.0"), ("2ms", "2,000")):
+        assert main([*words.split(), told]) == 0
+        assert ms in capsys.readouterr().out
+    assert main(["choose", "--rate", str(measured(tmp_path, 2e-5, 8e-9)), "--parameters", "1M", "--no-coding"]) == 0
+    assert "a round trip of 0.040 ms" in capsys.readouterr().out
+
+
+def measured(folder: Path, alpha_s: float, beta_s_per_byte: float | None) -> Path:
+    """The file of two nodes of two ranks; without a rate the links between these were described."""
+    levels = {"rank": tuple((rank,) for rank in range(4)), "node": ((0, 1), (2, 3))}
+    pairs = () if beta_s_per_byte is None else (MeasuredPair((0, 2), alpha_s, beta_s_per_byte),)
+    links = (AxisLink("rank", (MeasuredPair((0, 1), 1e-6, 1e-9),)), AxisLink("node", pairs))
+    profile = LinkProfile(hosts=("a", "a", "b", "b"), names=("a", "a", "b", "b"), levels=levels, links=links)
+    file = folder / "links.json"
+    file.write_text(profile.to_text())
+    return file
+
+
+@pytest.mark.parametrize(
+    ("beta_s_per_byte", "said"), [(None, "were described and not measured"), (0.0, "showed no limit")]
+)
+@pytest.mark.parametrize(
+    "words", ["choose --no-coding", "simulate none --step 10ms --parameters 1M", "cost none --task digits"]
+)
+def test_links_without_a_measured_rate_are_refused(
+    words: str, beta_s_per_byte: float | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = measured(tmp_path, 1e-4, beta_s_per_byte)
+    assert main([*words.split(), "--rate", str(file)]) in (1, 2)
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"links between nodes {said}" in error
+    assert "give a rate" in error
+
+
+def test_a_profile_tells_its_hosts_and_ranks_that_share_a_link(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["choose", "--rate", str(measured(tmp_path, 1e-4, 8e-9)), "--parameters", "1M", "--no-coding"]
+    for accuracy, shared in (("safe", True), ("lossless", False)):
+        assert main([*words, "--accuracy", accuracy]) == 0
+        said = capsys.readouterr().out
+        assert "links measured on a, b" in said
+        assert ("Up to 2 ranks share the link of a node" in said and "try int4,node=auto" in said) is shared
+    assert main(["choose", "--rate", "1gbit", "--parameters", "1M", "--no-coding"]) == 0
+    said = capsys.readouterr().out
+    assert "measured on" not in said
+    assert "share the link" not in said
 
 
 def test_buckets_of_a_model_that_is_given_are_not_joined() -> None:
@@ -221,8 +322,6 @@ def test_the_command_says_what_python_says(capsys: pytest.CaptureFixture[str]) -
     assert all(forecast.spec in said for forecast in found.forecasts)
     assert main(["choose", "--rate", "1tbit", "--task", "digits", "--step", "100"]) == 0
     assert "Use PyTorch alone." in capsys.readouterr().out
-    assert main(["choose", "--rate", "1gbit", "--layout", "fsdp2"]) == 0
-    assert "int4,parameters=int8" in capsys.readouterr().out
 
 
 def test_ranks_on_gpus_send_fewer_and_larger_messages(capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,8 +361,11 @@ def test_coding_on_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixt
         ("--rate fast", "rate 'fast' cannot be used"),
         (
             "--rate 1gbit --parameters many",
-            "--parameters many is no number of parameters: write one such as 1.85M or 7B",
+            "--parameters 'many' is no number of parameters: write one such as 1.85M or 7B",
         ),
+        (f"--rate 1gbit --parameters {'9' * 400}", "is no number of parameters: write one such as 1.85M or 7B"),
+        (f"--rate 1gbit --parameters {'9' * 200}", "is no number of parameters: write one such as 1.85M or 7B"),
+        ("--rate 1gbit --delay soon", "--delay 'soon' is no time: write a number and a unit of us, ms, s"),
         ("--rate 1gbit --parameters 1M --task digits", "--task tells the model, and so does --parameters"),
         ("--rate 1gbit --step nan", "a step without communication takes some time, not nan s"),
         ("--rate 1gbit --accuracy careful", "'careful' is no class of accuracy: known are lossless, safe, bold"),

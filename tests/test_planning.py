@@ -14,6 +14,7 @@ import pytest
 
 from gradwire.cli.main import main
 from gradwire.core.errors import SpecError
+from gradwire.core.figures import spoken_seconds
 from gradwire.planning import (
     Efficiencies,
     ParallelLayout,
@@ -28,6 +29,7 @@ from gradwire.planning.hardware import KNOWN as CLUSTERS
 from gradwire.planning.memory import layer_activations
 from gradwire.planning.messages import between_stages, hop_of_keys, layer_of_experts, layer_of_tensors
 from gradwire.planning.rates import ReachedRates
+from gradwire.planning.reasons import PlannedLayout, neighbours
 from gradwire.planning.search import layouts
 
 ROOT = Path(__file__).parents[1]
@@ -70,6 +72,14 @@ def test_operations_of_a_step_are_those_of_the_paper() -> None:
 def test_state_of_a_parameter(sharding: str, a_parameter: float) -> None:
     held = device_memory(GPT3, ParallelLayout(dp=8, batch=8, sharding=sharding))
     assert held.parameters + held.gradients + held.optimizer == pytest.approx(a_parameter * GPT3.parameters)
+
+
+def test_the_last_stage_of_an_interleaved_pipeline_holds_several_micro_batches() -> None:
+    wordy = replace(GPT3, vocabulary=2**23)  # the logits make the last stage the fullest
+    plain = ParallelLayout(tp=8, pp=4, batch=8)
+    held, held_interleaved = (device_memory(wordy, each) for each in (plain, replace(plain, interleave=3)))
+    assert held_interleaved.activations == pytest.approx((2 * 4 + 1) / 3 * held.activations)
+    assert held_interleaved.working == held.working
 
 
 @pytest.mark.parametrize(
@@ -221,6 +231,31 @@ def test_search_finds_the_fastest_that_fits() -> None:
     assert found.helps[0][0] == "twice the rate of matrix products"
 
 
+def test_micro_batches_are_as_large_as_a_rank_has_samples() -> None:
+    found = {(each.dp, each.micro) for each in layouts(model("gpt2"), H100, 8, 2048)}
+    assert {micro for dp, micro in found if dp == 8} == {2**i for i in range(9)}
+    best = plan(model("gpt2"), H100, 8, 2048).best[0]
+    assert best.layout.micro > 16
+
+
+def test_a_neighbour_that_is_faster_is_told_as_faster() -> None:
+    small, layout = model("llama2-7b"), ParallelLayout(dp=8, tp=2, batch=64, recompute="full")
+    planned = PlannedLayout(layout, device_memory(small, layout), step_time(small, layout, H100))
+    told = {one.change: one.why for one in neighbours(small, H100, planned, None, ("none",), (1,))}
+    saved = planned.time.total - step_time(small, replace(layout, recompute="none"), H100).total
+    assert saved > 0
+    assert told["recompute=none"] == f"{spoken_seconds(saved)} faster, but was not searched"
+
+
+def test_more_memory_helps_as_a_search_with_it_says() -> None:
+    sizes, small = model("gpt3-22b"), hardware("a100-40g")
+    found = plan(sizes, small, 16, 64)
+    roomy = plan(sizes, replace(small, memory_gb=2 * small.memory_gb), 16, 64).best[0]
+    says, saved = next((says, saved) for says, saved in found.helps if "twice the memory" in says)
+    assert roomy.layout.says in says
+    assert saved == pytest.approx(found.best[0].time.total - roomy.time.total)
+
+
 @pytest.mark.parametrize("name", sorted(CLUSTERS))
 def test_every_cluster_has_a_plan_for_a_small_model(name: str) -> None:
     assert plan(model("llama2-7b"), CLUSTERS[name], 16, 256).best[0].time.total > 0
@@ -235,9 +270,11 @@ def test_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     for words in ("G parameters", "Why its neighbours lost", "What would help", "expert", "activations", "(MFU)"):
         assert words in shown
-    assert main([*asked, "--json", "--show", "2"]) == 0
+    assert main([*asked, "--json", "--show", "2", "--tokens", "1T", "--price", "2"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert len(told["best"]) == 2
+    assert told["hours"] == pytest.approx(1e12 / (256 * 4096) * told["best"][0]["step_s"] / 3600)
+    assert (told["gpu_hours"], told["money"]) == (64 * told["hours"], 128 * told["hours"])
     first = told["best"][0]
     assert sum(first["parts_s"].values()) == pytest.approx(first["step_s"])
     assert sum(first["memory_parts_bytes"].values()) == pytest.approx(first["memory_bytes"])
@@ -247,12 +284,14 @@ def test_command_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_command_tells_what_more_gpus_bring(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "--model", "llama2-70b", "--hardware", "h100-80g", "--batch", "1024", "--scale", "8..512"]
-    assert main([*asked, "--json"]) == 0
+    assert main([*asked, "--json", "--tokens", "2T"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["gpus"] for row in rows] == [8, 16, 32, 64, 128, 256, 512]
     assert "fits into no layout on 8 h100-80g" in rows[0]["why"]
     fitting = [row["best"][0]["step_s"] for row in rows if "best" in row]
     assert len(fitting) >= 4
+    assert all(row["gpu_hours"] == row["gpus"] * row["hours"] for row in rows if "best" in row)
+    assert not any("money" in row for row in rows)
     assert all(1.5 * more < fewer for fewer, more in pairwise(fitting))
     assert main([*asked, "--tokens", "2T", "--price", "2.5"]) == 0
     shown = capsys.readouterr().out

@@ -36,11 +36,30 @@ def test_megatron_is_given_the_layout_and_the_model(tmp_path: Path) -> None:
         "--num-experts 8",
         "--num-query-groups 8",
         "--swiglu",
+        "--normalization RMSNorm",
+        "--position-embedding-type rope",
+        "--disable-bias-linear",
     ):
         assert f"  {line}\n" in both.read_text()
     assert "torchrun --nnodes 4 --nproc-per-node 8" in files["launch.sh"]
     spread = configurations("megatron", LLAMA, replace(DATA, sharding="optimizer", recompute="none"), H100)
     assert "instances" not in spread["megatron.sh"], "shards lie over all copies, as the memory was planned"
+
+
+def test_megatron_is_told_which_layers_have_experts(tmp_path: Path) -> None:
+    layout = ParallelLayout(dp=8, ep=8, batch=64)
+    assert "moe-layer-freq" not in configurations("megatron", MIXTRAL, layout, H100)["model.sh"]
+    file = tmp_path / "model.sh"
+    file.write_text(configurations("megatron", replace(MIXTRAL, dense_layers=2), layout, H100)["model.sh"])
+    shown = ["bash", "-c", f'. {file}; printf "%s\\n" "${{MODEL_ARGS[@]}}"']
+    words = subprocess.run(shown, check=True, timeout=60, capture_output=True, text=True).stdout.split("\n")
+    assert words[words.index("--moe-layer-freq") + 1] == "([0]*2+[1]*30)"
+
+
+def test_megatron_keeps_norms_positions_and_biases_of_a_model_without_gates() -> None:
+    text = configurations("megatron", model("gpt3-22b"), ParallelLayout(dp=8, batch=64), H100)["model.sh"]
+    assert not any(word in text for word in ("RMSNorm\n", "rope", "--disable-bias-linear", "--swiglu"))
+    assert "--attention-dropout 0" in text.partition("MODEL_ARGS")[0], "what is left to the user"
 
 
 def test_deepspeed_is_given_the_stage(tmp_path: Path) -> None:

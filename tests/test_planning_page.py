@@ -53,9 +53,12 @@ def test_passes_follow_what_they_depend_on(layout: ParallelLayout) -> None:
         assert all(later.began >= sooner.ended for sooner, later in pairwise(passes))
 
 
-def test_a_stage_holds_as_many_micro_batches_as_the_memory_formula_counts() -> None:
-    layout = ParallelLayout(tp=8, pp=4, batch=8)
-    assert of(layout).passes.kept[0] == layout.in_flight
+@pytest.mark.parametrize(("batch", "interleave"), [(8, 1), (2, 1), (8, 3), (4, 3)])
+def test_a_stage_holds_as_many_micro_batches_as_the_memory_formula_counts(batch: int, interleave: int) -> None:
+    layout = ParallelLayout(tp=8, pp=4, batch=batch, interleave=interleave)
+    kept = of(layout).passes.kept  # in parts of stages
+    assert kept[0] == pytest.approx(interleave * layout.in_flight)
+    assert kept[-1] == pytest.approx(interleave * layout.in_flight_of_last)
 
 
 def test_every_part_of_a_step_has_its_name_on_the_page() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gradwire.cli.main import main
 from gradwire.core.errors import SpecError
@@ -22,7 +23,7 @@ from gradwire.planning import (
     step_time,
     with_links,
 )
-from gradwire.topology import AxisLink, MeasuredPair
+from gradwire.topology import AxisLink, Gpu, Host, HostIdentity, MeasuredPair, NvLink
 from gradwire.topology import NetworkInterface as Interface
 from gradwire.topology.link_profile import LinkProfile
 
@@ -145,6 +146,18 @@ def test_a_config_of_hugging_face_is_the_model(config: dict[str, Any], name: str
     assert model(str(folder / "config.json")) == model(str(folder))
 
 
+@pytest.mark.parametrize(
+    ("kind", "tied"),
+    [("gemma", True), ("gemma2", True), ("llama", False), ("gpt2", True), ("gpt_neox", False), ("phi", False)],
+)
+def test_embeddings_are_tied_as_transformers_has_it(kind: str, tied: bool, tmp_path: Path) -> None:
+    left = {key: value for key, value in MIXTRAL.items() if "experts" not in key and key != "tie_word_embeddings"}
+    (tmp_path / "config.json").write_text(json.dumps(left | {"model_type": kind}))
+    assert model(str(tmp_path)).tied == tied
+    (tmp_path / "config.json").write_text(json.dumps(left | {"model_type": kind, "tie_word_embeddings": not tied}))
+    assert model(str(tmp_path)).tied != tied
+
+
 def test_experts_with_a_width_of_their_own(tmp_path: Path) -> None:
     qwen = MIXTRAL | {"model_type": "qwen3_moe", "num_experts": 128, "moe_intermediate_size": 768}
     del qwen["num_local_experts"]
@@ -202,6 +215,8 @@ def test_hardware_from_a_file(tmp_path: Path) -> None:
         (CLUSTER.replace("= 312", "= '312'"), "peak_tflops='312' is no number"),
         (CLUSTER.replace("= 312", "= 0"), "must be a finite number above 0"),
         (CLUSTER.replace("node = 4", "node = 4.5"), "must be a whole number"),
+        (CLUSTER.replace("node = 4", "node = 4.0"), r"node=4\.0 must be a whole number, such as 4"),
+        (CLUSTER.replace("= 108", "= 108.0"), r"processors=108\.0 must be a whole number"),
         (CLUSTER + "sustained = 1.5", "at most 1"),
     ],
 )
@@ -215,10 +230,13 @@ def test_a_broken_description_of_hardware(text: str, says: str, tmp_path: Path) 
 # Links and this machine --------------------------------------------------------------------------------------
 
 
-def profile(folder: Path, nodes: tuple[tuple[int, ...], ...], links: tuple[AxisLink, ...]) -> Path:
+def profile(
+    folder: Path, nodes: tuple[tuple[int, ...], ...], links: tuple[AxisLink, ...], backend: str = "gloo"
+) -> Path:
     ranks = tuple((rank,) for group in nodes for rank in group)
     names = tuple("a" for _ in ranks)
-    found = LinkProfile(hosts=names, names=names, levels={"rank": ranks, "node": nodes}, links=links)
+    levels = {"rank": ranks, "node": nodes}
+    found = LinkProfile(hosts=names, names=names, levels=levels, settings={"backend": backend}, links=links)
     (folder / "links.json").write_text(found.to_text())
     return folder / "links.json"
 
@@ -232,7 +250,7 @@ def test_links_of_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     found = with_links(A100, file)
     assert (found.node, found.node_latency_s, found.network_latency_s) == (2, 2e-6, 1e-4)
     assert found.node_gb_per_s == pytest.approx(10)
-    assert found.network_gbit_per_s == pytest.approx(1)
+    assert found.network_gbit_per_s == pytest.approx(0.5), "the two ranks of a node share what one of them measured"
     assert found.peak_tflops == A100.peak_tflops
     asked = ["plan", "--model", "llama2-7b", "--hardware", "a100-80g", "--gpus", "16", "--batch", "64", "--json"]
     assert main([*asked, "--links", str(file)]) == 0
@@ -240,7 +258,9 @@ def test_links_of_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(asked) == 0
     assert json.loads(capsys.readouterr().out)["best"][0]["step_s"] < slow
     alone = with_links(A100, profile(tmp_path, ((0,), (2,)), (BETWEEN,)))
-    assert (alone.node, alone.node_gb_per_s) == (1, A100.node_gb_per_s)
+    assert (alone.node, alone.node_gb_per_s, alone.network_gbit_per_s) == (1, A100.node_gb_per_s, pytest.approx(1))
+    over_nccl = with_links(A100, profile(tmp_path, ((0, 1), (2, 3)), (INSIDE, BETWEEN), "nccl"))
+    assert over_nccl.network_gbit_per_s == pytest.approx(1), "a rank has a network card of its own"
 
 
 @pytest.mark.parametrize(
@@ -261,14 +281,45 @@ def test_a_file_that_is_no_link_profile(tmp_path: Path) -> None:
             with_links(A100, path)
 
 
+def test_devices_of_a_node_share_its_network() -> None:
+    def rate(devices: int, *interfaces: Interface) -> float:
+        return here._network_gbit_per_s(interfaces, devices)  # pyright: ignore[reportPrivateUsage]
+
+    slow, down = Interface("eth0", "ethernet", 25e9, "up"), Interface("eth1", "ethernet", 100e9, "down")
+    loop = Interface("lo")
+    assert rate(1, slow, down, loop) == 25
+    assert (rate(1, loop), rate(8, loop)) == (10, 1.25)
+    cards = [Interface(f"ib{i}", "infiniband", 200e9, "up") for i in range(4)]
+    assert rate(8, slow, *cards) == 100
+    bond = Interface("bond0", "bond", 400e9, "up")
+    assert rate(8, bond, *cards) == 100, "the bond has no cards of its own"
+
+
+def test_links_in_a_node_are_nvlinks_or_assumed() -> None:
+    def rate(*gpus: Gpu) -> float:
+        return here._node_gb_per_s(gpus)  # pyright: ignore[reportPrivateUsage]
+
+    def gpu(index: int, links: int | None, bits_per_s: float | None = 200e9) -> Gpu:
+        found = None if links is None else (NvLink(0, "switch", None),) * links
+        return Gpu(index, f"0000:{index:02}:00.0", nvlinks=found, nvlink_bits_per_s=bits_per_s)
+
+    assert rate(gpu(0, 18), gpu(1, 18)) == 450
+    assert rate(gpu(0, 18), gpu(1, 17)) == 425
+    for unknown in ((), (gpu(0, 18),), (gpu(0, 18), gpu(1, 0)), (gpu(0, None), gpu(1, None))):
+        assert rate(*unknown) == here.PCIE_GB_PER_S
+    assert rate(gpu(0, 18, None), gpu(1, 18, None)) == here.PCIE_GB_PER_S
+
+
 def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    cards = tuple(Interface(f"eth{i}", "ethernet", 25e9, "up") for i in range(2))
+    monkeypatch.setattr(here, "read_host", lambda: Host(HostIdentity("a"), cards))
     found = hardware_here(0.01)
     assert found.peak_tflops > 1e-4
     assert found.memory_gb > 0.5
     assert found.sustained == 1
-    one = Interface("eth0", "ethernet", 25e9, "up"), Interface("eth1", "ethernet", 100e9, "down"), Interface("lo")
-    assert here._network_gbit_per_s(one) == 25  # pyright: ignore[reportPrivateUsage]
-    assert here._network_gbit_per_s(one[2:]) == 10  # pyright: ignore[reportPrivateUsage]
+    is_gpu = torch.cuda.is_available()
+    assert found.node_gb_per_s == (here.PCIE_GB_PER_S if is_gpu else found.memory_gb_per_s / 2)
+    assert found.network_gbit_per_s * found.node == pytest.approx(50)
     asked = ["plan", "--model", "gpt2", "--hardware", "here", "--gpus", "2", "--batch", "8", "--json"]
     monkeypatch.setattr("gradwire.planning.hardware_here", lambda: replace(A100, name="here"))
     assert main(asked) == 0

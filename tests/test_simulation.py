@@ -259,6 +259,20 @@ def test_the_command_prints_tables_json_and_a_trace(tmp_path: Path, capsys: pyte
         (method, ranks) for method in ("int4", "ssp:4") for ranks in (8, 16, 32)
     ]
     assert all(math.isfinite(run["efficiency"]) for run in runs)
+    hosts = ["--scale", "3..6", "--ranks-per-host", "3"]  # of which the default of --ranks makes no whole number
+    assert main(["simulate", "none", *ASKED, *hosts]) == 0
+
+
+def test_the_command_tells_the_hosts_of_measured_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "links.json"
+    pairs = (MeasuredPair((0, 1), 1e-3, 1e-8),)
+    levels = {"rank": ((0,), (1,)), "node": ((0,), (1,))}
+    links = (AxisLink("node", pairs),)
+    file.write_text(LinkProfile(hosts=("a", "b"), names=("a", "b"), levels=levels, links=links).to_text())
+    assert main(["simulate", "none", *ASKED, "--rate", str(file)]) == 0
+    assert "links measured on a, b" in capsys.readouterr().out
+    assert main(["simulate", "none", *ASKED]) == 0
+    assert "measured on" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -284,7 +298,14 @@ def test_the_command_prints_tables_json_and_a_trace(tmp_path: Path, capsys: pyte
         (["int4", *ASKED, "--mtbf", "1s"], "training never gets on"),
         (["int4", *ASKED, "--scale", "8-64"], "--scale 8-64 is no range"),
         (["int4", *ASKED, "--scale", "64..8"], "no range of 1 to"),
-        (["int4", *ASKED, "--parameters", "many"], "--parameters many is no number"),
+        (["int4", *ASKED, "--parameters", "many"], "--parameters 'many' is no number"),
+        (["int4", *ASKED, "--parameters", "9" * 400], "is no number of parameters"),
+        (["int4", *ASKED, "--scale", "8..64", "--ranks", "8"], "--scale tells how many ranks there are"),
+        (["none", *ASKED, "--checkpoint", "60s"], "--checkpoint is about failures, and there are none"),
+        (["none", *ASKED, "--restart", "10min"], "--restart is about failures, and there are none"),
+        (["elastic:50", *ASKED, "--detection", "1min"], "--detection is about failures, and there are none"),
+        (["asgd", *ASKED, "--all-reduce", "tree"], "--all-reduce is for methods of every step and windows and elastic"),
+        (["ssp:4", *ASKED, "--all-reduce", "tree"], "--all-reduce is for methods of every step"),
         (["intt4", *ASKED], "did you mean 'int4'"),
         (["hogwild", *ASKED], "'hogwild' cannot be simulated"),
         (["local:H=8,drift=0.1", *ASKED], "which is not simulated"),

@@ -26,11 +26,11 @@ def written(text: str) -> str:
 
 
 def _cases() -> Iterator[str]:
-    yield "| case | take | what it does | page |"
-    yield "|---|---|---|---|"
+    yield "| case | class | take | what it does | page |"
+    yield "|---|---|---|---|---|"
     for case in CASES:
         said = LAYOUTS[case.layout] if case.layout else SLOW[case.slow or ""]
-        yield f"| {said} | `{case.call.strip('`')}` | {case.why} | [{case.page}]({case.page}) |"
+        yield f"| {said} | `{case.accuracy}` | `{case.call.strip('`')}` | {case.why} | [{case.page}]({case.page}) |"
 
 
 def _rates() -> Iterator[str]:

@@ -9,7 +9,7 @@ from gradwire.choosing.accuracy import ACCURACIES, CANDIDATES, Candidate, allowe
 from gradwire.choosing.cases import CASES, DEVICES, LAYOUTS, SLOW, FixedCase
 from gradwire.choosing.coding import coding_s
 from gradwire.choosing.forecast import Demand, Forecast, demand
-from gradwire.choosing.rules import NEAR, Case, Training, best_of, boundaries, choose, square_matrices
+from gradwire.choosing.rules import NEAR, Case, Training, best_of, boundaries, choose, parameters_in, square_matrices
 
 __all__ = [
     "ACCURACIES",
@@ -31,5 +31,6 @@ __all__ = [
     "choose",
     "coding_s",
     "demand",
+    "parameters_in",
     "square_matrices",
 ]

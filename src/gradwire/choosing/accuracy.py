@@ -74,7 +74,16 @@ def allowed(accuracy: str) -> tuple[Candidate, ...]:
     >>> [candidate.spec for candidate in allowed("safe")]
     ['none', 'fp16', 'int4']
     """
+    if accuracy not in ACCURACIES:
+        raise SpecError(f"{accuracy!r} is no class of accuracy: {meant(accuracy, list(ACCURACIES))}")
+    return tuple(each for each in CANDIDATES if allows(accuracy, each.accuracy))
+
+
+def allows(accuracy: str, other: str) -> bool:
+    """Whether a class of accuracy allows what another one does.
+
+    >>> allows("safe", "lossless"), allows("safe", "bold")
+    (True, False)
+    """
     classes = list(ACCURACIES)
-    if accuracy not in classes:
-        raise SpecError(f"{accuracy!r} is no class of accuracy: {meant(accuracy, classes)}")
-    return tuple(each for each in CANDIDATES if classes.index(each.accuracy) <= classes.index(accuracy))
+    return classes.index(other) <= classes.index(accuracy)

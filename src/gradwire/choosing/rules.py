@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from gradwire.choosing.accuracy import CANDIDATES, Candidate, allowed, ended_at
-from gradwire.choosing.cases import CASES, DEVICES, LAYOUTS, SLOW, call_of
+from gradwire.choosing.cases import DEVICES, LAYOUTS, SLOW, call_of, fixed_case
 from gradwire.choosing.forecast import Demand, Forecast, demand
 from gradwire.core.errors import SpecError
 from gradwire.core.figures import milliseconds, si_bits_per_s, significant
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.link import Link
+from gradwire.core.rates import count_in, shortened
 from gradwire.drivers.cost import Parameters, specs_of, specs_on
 from gradwire.drivers.plan import is_on_gpu
 
@@ -31,10 +32,10 @@ LATENCY_S = 1e-4
 take less."""
 BUCKET = 25 * 2**20 // 4
 """Elements that DistributedDataParallel sends at once."""
+MOST_PARAMETERS = 10**13
+"""Beyond these a number is a slip of the keyboard."""
 LARGEST = 1 << 33
 """Parameters that are planned at most: messages of a larger model are as many and larger."""
-BUCKETS_OF = 1 << 26
-"""The same for DistributedDataParallel: buckets of a larger model are more, and as large."""
 
 Coding = Callable[[str, Sequence[ParameterSpec], int], float]
 """Seconds that a method codes in a step: of a spec, of a model, among so many ranks."""
@@ -51,7 +52,7 @@ class Case:
 
     Attributes:
         rate: of each rank's link, in bits a second.
-        delay_s: of a round trip.
+        delay_s: of a round trip; None where nobody knows, which counts `LATENCY_S` a message.
         parameters: of the model.
         ranks: how many.
         step_s: what a step takes without communication; None where nobody knows.
@@ -69,7 +70,7 @@ class Case:
     """
 
     rate: float
-    delay_s: float = 0.0
+    delay_s: float | None = None
     parameters: int = 100_000_000
     ranks: int = 4
     step_s: float | None = None
@@ -84,7 +85,7 @@ class Case:
             if word not in known:
                 raise SpecError(f"{word!r} is none of {', '.join(known)}")
         allowed(self.accuracy)
-        if not self.rate > 0 or not self.delay_s >= 0:
+        if not self.rate > 0 or not (self.delay_s is None or self.delay_s >= 0):
             raise SpecError("a link has a rate above 0 and a delay of 0 or more")
         if self.parameters < 1 or self.ranks < 2:
             raise SpecError("communication needs 2 ranks and a parameter at least")
@@ -114,7 +115,7 @@ class Case:
             f"{_count(self.parameters)} parameters",
             si_bits_per_s(self.rate),
         ]
-        found += [f"a round trip of {milliseconds(1e3 * self.delay_s)} ms"] if self.delay_s else []
+        found += [f"a round trip of {_text(self.delay_s)}"] if self.delay_s else []
         found += [f"{milliseconds(1e3 * self.step_s)} ms of computing a step"] if self.step_s is not None else []
         return ", ".join(found)
 
@@ -149,6 +150,9 @@ def choose(case: Case, coding: Coding = no_coding) -> Training:
     windows, each of which loses more and sends less than the one before, as far as the case's class of accuracy allows
     them. Taken is the first one whose step is predicted to be at most a twentieth longer than the shortest of all.
 
+    Other cases are decided by `CASES`. Where the class allows nothing that is listed for a case, `why` says which class
+    does, and what methods of the stricter one cost.
+
     Args:
         case: which.
         coding: how long a method codes, such as `gradwire.choosing.coding_s`, which measures it here.
@@ -157,12 +161,12 @@ def choose(case: Case, coding: Coding = no_coding) -> Training:
     True
     >>> choose(Case(rate=1e9, parameters=10**7, step_s=0.1)).take
     'int4'
-    >>> choose(Case(rate=1e8, layout="fsdp2")).call
+    >>> choose(Case(rate=1e8, layout="fsdp2", accuracy="bold")).call
     'gradwire.attach(model, "int4,parameters=int8")'
     """
-    for fixed in CASES:
-        if fixed.layout in (None, case.layout) and fixed.slow in (None, case.slow):
-            return Training(case, fixed.take, fixed.call, fixed.why, fixed.page)
+    fixed = fixed_case(case.layout, case.slow, case.accuracy)
+    if fixed is not None:
+        return Training(case, fixed.take, fixed.call, fixed.why_in(case.accuracy), fixed.page)
     demands = _demands(case, coding)
     if case.step_s is None:
         forecasts = tuple(each.beside(0.0) for each in demands)
@@ -223,19 +227,29 @@ def _demands(case: Case, coding: Coding) -> tuple[Demand, ...]:
 def _demand(candidate: Candidate, case: Case, coding: Coding) -> Demand:
     """What a method asks for in a step."""
     spec, beta = candidate.spec, 8 / case.rate
-    alpha = max(case.delay_s / 2, min(LATENCY_S, 1e5 * beta))
-    if spec == "none":  # DDP sends these gradients itself, in its own buckets, and codes nothing
-        model, times = _planned(case, BUCKETS_OF)
-        found = demand(spec, model, case.ranks, Link(alpha, beta), grain_numel=BUCKET)
-        return found._replace(sending_s=times * found.sending_s, waves=found.waves * max(1, round(times)))
-    model, times = _planned(case, case.parameters if case.model else LARGEST)
+    link = Link(min(LATENCY_S, 1e5 * beta) if case.delay_s is None else case.delay_s / 2, beta)
+    if spec == "none":
+        return _in_buckets(spec, case, link)
+    model, times = _planned(case)
     coded_s = times * coding(spec, model, case.ranks)
-    return demand(spec, model, case.ranks, Link(alpha, times * beta), coding_s=coded_s)
+    return demand(spec, model, case.ranks, Link(link.alpha_s, times * beta), coding_s=coded_s)
 
 
-def _planned(case: Case, most: int) -> tuple[Sequence[ParameterSpec], float]:
-    """The model of a case, or a part of it with `most` parameters, and how many times as large the model is."""
-    model = case.model if case.model and case.parameters <= most else square_matrices(min(case.parameters, most))
+def _in_buckets(spec: str, case: Case, link: Link) -> Demand:
+    """What DistributedDataParallel asks for, which codes nothing: full buckets and the rest, each around a ring.
+
+    A ring has 2 (n - 1) rounds, in which a rank sends 2 (n - 1)/n of the bytes.
+    """
+    full, rest = divmod(case.parameters, BUCKET)
+    waves = (BUCKET,) * full + (rest,) * (rest > 0)
+    nbytes = sum(each.numel * each.dtype.itemsize for each in case.model) or 4 * case.parameters
+    rounds = 2 * (case.ranks - 1)
+    return Demand(spec, 0.0, link.seconds(nbytes * rounds / case.ranks, rounds * len(waves)), waves)
+
+
+def _planned(case: Case) -> tuple[Sequence[ParameterSpec], float]:
+    """The model of a case, or a part of it that can be planned, and how many times as large the model is."""
+    model = case.model or square_matrices(min(case.parameters, LARGEST))
     return specs_on(case.device, model), case.parameters / sum(spec.numel for spec in model)
 
 
@@ -263,6 +277,21 @@ def square_matrices(parameters: int) -> Sequence[ParameterSpec]:
     count = max(1, round(parameters / side**2))
     meta = torch.device("meta")
     return [ParameterSpec(f"layer{i}.weight", (side, side), torch.float32, meta) for i in range(count)]
+
+
+def parameters_in(text: str) -> int:
+    """Return how many parameters a text says.
+
+    Raises:
+        SpecError: it says none, or so many that no model has them.
+
+    >>> parameters_in("1.85M"), parameters_in("7B")
+    (1850000, 7000000000)
+    """
+    found = round(count_in(text) or 0)
+    if not 1 <= found <= MOST_PARAMETERS:
+        raise SpecError(f"--parameters {shortened(text)} is no number of parameters: write one such as 1.85M or 7B")
+    return found
 
 
 def boundaries(case: Case, coding: Coding = no_coding) -> dict[str, float]:

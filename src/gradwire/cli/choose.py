@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +12,20 @@ from rich.table import Table
 
 from gradwire.cli.commands import Commands, add, add_device
 from gradwire.core.errors import SpecError
-from gradwire.core.rates import count_in
+from gradwire.core.rates import number_in, shortened
 
 if TYPE_CHECKING:
     from gradwire.choosing import Case, Forecast, Training
+    from gradwire.topology.link_profile import LinkProfile
 
 OK = 0
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 _HELP = """\
 classes of accuracy
   lossless     the mean of all gradients in fp32, and nothing else
   safe         and methods whose gradients lose little from the first steps on: fp16, int4
-  bold         and PowerSGD, and models that are averaged every few steps
+  bold         and PowerSGD, models that are averaged every few steps, ranks that do not wait, parameters in 8 bits
 
 columns
   computing    what a step takes without communication (--step)
@@ -79,28 +82,41 @@ def run_choose(arguments: argparse.Namespace, console: Console) -> int:
     from gradwire import choosing
     from gradwire.choosing.rules import no_coding
 
-    case = _case(arguments)
+    profile = _profile(arguments.rate)
+    case = _case(arguments, profile)
     found = choosing.choose(case, no_coding if arguments.no_coding else choosing.coding_s)
-    console.print(f"{case.says}\n", highlight=False, soft_wrap=True)
+    measured_on = profile.measured_on if profile else None
+    console.print(*[case.says, *([measured_on] if measured_on else [])], "", sep="\n", highlight=False, soft_wrap=True)
     if found.forecasts:
         console.print(_table(found), "", sep="\n")
-    for line in _conclusion(found):
+    for line in [*_conclusion(found), *_shared(profile, found)]:
         console.print(line, highlight=False, soft_wrap=True)
     return OK
 
 
-def _case(arguments: argparse.Namespace) -> Case:
+def _profile(rate: str) -> LinkProfile | None:
+    """What was measured, where --rate names a file of that.
+
+    Raises:
+        TopologyError: a file that cannot be read.
+    """
+    from gradwire.topology.link_profile import LinkProfile
+
+    return LinkProfile.read(Path(rate)) if rate.endswith(".json") else None
+
+
+def _case(arguments: argparse.Namespace, profile: LinkProfile | None) -> Case:
     """What the arguments tell.
 
     Raises:
         SpecError: numbers or words that make no sense, or two that tell the same.
-        TopologyError: a file of links that cannot be read.
+        TopologyError: links that have no measured rate.
     """
-    from gradwire.choosing import Case
+    from gradwire.choosing import Case, parameters_in
     from gradwire.choosing.coding import coding_device
     from gradwire.tasks.builtin import make_task
 
-    rate, delay_s, ranks = _link(arguments.rate, arguments.delay, arguments.ranks)
+    rate, delay_s, ranks = _link(arguments, profile)
     facts: dict[str, Any] = {
         "rate": rate,
         "delay_s": delay_s,
@@ -112,7 +128,7 @@ def _case(arguments: argparse.Namespace) -> Case:
     }
     if arguments.task is None:
         facts["device"] = arguments.device or coding_device(()).type
-        return Case(parameters=_number(arguments.parameters or "100M"), **facts)
+        return Case(parameters=parameters_in(arguments.parameters or "100M"), **facts)
     if arguments.parameters is not None:
         raise SpecError("--task tells the model, and so does --parameters: give one of them")
     if arguments.device is not None:
@@ -120,24 +136,35 @@ def _case(arguments: argparse.Namespace) -> Case:
     return Case.of_model(make_task(arguments.task, 0, arguments.text).model, **facts)
 
 
-def _link(rate: str, delay: str | None, ranks: int | None) -> tuple[float, float, int]:
-    """Bits a second, seconds of a round trip, and ranks."""
-    from gradwire.network import parse_delay, parse_rate
-    from gradwire.topology.link_profile import LinkProfile
+def _link(arguments: argparse.Namespace, profile: LinkProfile | None) -> tuple[float, float | None, int]:
+    """Bits a second, seconds of a round trip where these are known, and ranks."""
+    from gradwire.core.rates import parse_rate
 
-    if rate.endswith(".json"):
-        if delay is not None:
+    rate, ranks = arguments.rate, arguments.ranks
+    if profile is not None:
+        if arguments.delay is not None:
             raise SpecError(f"--delay belongs to a rate, and {rate} has measured delays: leave it out")
-        profile = LinkProfile.read(Path(rate))
         count = len(profile.hosts)
         if ranks not in (None, count):
             raise SpecError(f"{rate} was measured with {count} ranks: give --ranks {count}, or leave it out")
         link = profile.link_between(range(count))
         return 8 / link.beta_s_per_byte, 2 * link.alpha_s, count
     try:
-        return parse_rate(rate), parse_delay(delay or "0"), 4 if ranks is None else ranks
+        return parse_rate(rate), _delay_s(arguments.delay), 4 if ranks is None else ranks
     except ValueError as error:
         raise SpecError(str(error)) from error
+
+
+def _delay_s(text: str | None) -> float | None:
+    """Seconds of a round trip; None where nobody tells. Nothing is emulated, so it may be as short as it is."""
+    if text is None:
+        return None
+    found = 0.0 if text.strip() == "0" else number_in(text, _TIMES)
+    if found is None or not 0 <= found < math.inf:
+        raise SpecError(
+            f"--delay {shortened(text)} is no time: write a number and a unit of {', '.join(_TIMES)}, such as 20ms"
+        )
+    return found
 
 
 def _table(found: Training) -> Table:
@@ -183,7 +210,15 @@ def _conclusion(found: Training) -> list[str]:
     return said
 
 
-def _number(text: str) -> int:
-    if (found := count_in(text)) is None:
-        raise SpecError(f"--parameters {text} is no number of parameters: write one such as 1.85M or 7B")
-    return round(found)
+def _shared(profile: LinkProfile | None, found: Training) -> list[str]:
+    """What the times leave out where several ranks share the link of a node, if they were measured on such nodes."""
+    from gradwire.topology.levels import NODE
+
+    nodes = profile.levels.get(NODE, ()) if profile else ()
+    most = max(map(len, nodes), default=1)
+    if most == 1 or len(nodes) == 1 or all(forecast.spec != "int4" for forecast in found.forecasts):
+        return []
+    return [
+        f"Up to {most} ranks share the link of a node, and these times count a link for each: the all-to-all of int4 "
+        "crosses it once for each rank, and a ring of fp32 once in all, so try int4,node=auto as well."
+    ]

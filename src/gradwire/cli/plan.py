@@ -122,7 +122,7 @@ def run_plan(arguments: argparse.Namespace, console: Console) -> int:
             )
         )
         if arguments.json:
-            print(json.dumps([_scale_json(gpus, found) for gpus, found in rows], indent=1))
+            print(json.dumps([_scale_json(gpus, found, tokens, arguments.price) for gpus, found in rows], indent=1))
         else:
             _show_scale(rows, tokens, arguments.price, console)
         return OK
@@ -144,11 +144,11 @@ def run_plan(arguments: argparse.Namespace, console: Console) -> int:
 
         write_plan_page(found, arguments.page, reached)
     if arguments.json:
-        print(json.dumps(as_json(found), indent=1))
+        print(json.dumps(as_json(found, tokens, arguments.price), indent=1))
     else:
         _show(found, console)
         if tokens is not None:
-            time, hours, *money = _spent(found, tokens, arguments.price)
+            time, hours, *money = _shown_spent(found, tokens, arguments.price)
             cost = f", {money[0]} at {arguments.price:g} each" if money else ""
             say(console, f"\n{arguments.tokens} tokens take {time} without failures: {hours} GPU hours{cost}")
         if arguments.write:
@@ -174,16 +174,22 @@ def _range(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _spent(found: ScalingPlan, tokens: float, price: float | None) -> list[str]:
-    """Time, GPU hours and, where there is a price, money."""
+def _spent(found: ScalingPlan, tokens: float, price: float | None) -> dict[str, float]:
+    """Hours, GPU hours and, where there is a price, money."""
     hours = found.hours(tokens)
+    spent = {"hours": hours, "gpu_hours": hours * found.gpus}
+    return spent if price is None else {**spent, "money": spent["gpu_hours"] * price}
+
+
+def _shown_spent(found: ScalingPlan, tokens: float, price: float | None) -> list[str]:
+    """Time, GPU hours and, where there is a price, money, for people."""
+    hours, *spent = _spent(found, tokens, price).values()
     time = f"{hours:,.1f} hours" if hours < 72 else f"{hours / 24:,.1f} days"
-    spent = hours * found.gpus
-    return [time, f"{spent:,.0f}", *([f"{spent * price:,.0f}"] if price is not None else [])]
+    return [time, *(f"{each:,.0f}" for each in spent)]
 
 
-def _scale_json(gpus: int, found: ScalingPlan | str) -> dict[str, object]:
-    return {"gpus": gpus, "why": found} if isinstance(found, str) else as_json(found)
+def _scale_json(gpus: int, found: ScalingPlan | str, tokens: float | None, price: float | None) -> dict[str, object]:
+    return {"gpus": gpus, "why": found} if isinstance(found, str) else as_json(found, tokens, price)
 
 
 def _show_scale(
@@ -199,7 +205,7 @@ def _show_scale(
         best = found.best[0]
         figures = [f"{gpus:,}", spoken_seconds(best.time.total), f"{found.utilisation:.1%}"]
         figures += [f"{found.tokens_per_s:,.0f}"]
-        figures += _spent(found, tokens, price) if tokens is not None else []
+        figures += _shown_spent(found, tokens, price) if tokens is not None else []
         table.add_row(*figures, best.layout.says)
     if table.rows:
         console.print(table)
@@ -208,8 +214,8 @@ def _show_scale(
             say(console, f"{gpus:,} GPUs: {found}")
 
 
-def as_json(found: ScalingPlan) -> dict[str, object]:
-    """A plan as `--json` prints it; bytes, seconds and the sizes of each layout."""
+def as_json(found: ScalingPlan, tokens: float | None = None, price: float | None = None) -> dict[str, object]:
+    """A plan as `--json` prints it; bytes, seconds and the sizes of each layout, and what so many tokens take."""
     return {
         "model": found.model.name,
         "parameters": found.model.parameters,
@@ -222,6 +228,7 @@ def as_json(found: ScalingPlan) -> dict[str, object]:
         "best": [_layout_json(one) for one in found.best],
         "neighbours": [{"change": one.change, "why": one.why} for one in found.neighbours],
         "helps": [{"change": change, "saved_s": saved} for change, saved in found.helps],
+        **(_spent(found, tokens, price) if tokens is not None else {}),
     }
 
 

@@ -17,7 +17,7 @@ from gradwire.cli.commands import Commands, add
 from gradwire.cli.option_arguments import add_options, read_options
 from gradwire.core.errors import SpecError
 from gradwire.core.figures import spoken_seconds
-from gradwire.simulation.options import SimulateOptions
+from gradwire.simulation.options import MOST_RANKS, SimulateOptions
 
 if TYPE_CHECKING:
     from gradwire.simulation import Interval, SimulatedRun
@@ -65,15 +65,15 @@ def run_simulate(arguments: argparse.Namespace, console: Console) -> int:
         SpecError: options that make no sense.
         GradwireError: what `gradwire.simulation.simulate` raises.
     """
+    scaled = _range(arguments)
     options = read_options(arguments, SimulateOptions)
-    first, last = _range(arguments.scale, options)
     if arguments.trace is not None and (len(arguments.methods) > 1 or arguments.scale):
         raise SpecError("--trace shows one run: give one SPEC, and no --scale")
     from gradwire.simulation import refuse_idle, scale, simulate
 
     refuse_idle(arguments.methods, options)
-    if arguments.scale:
-        runs = [run for method in arguments.methods for run in scale(method, options, first, last)]
+    if scaled:
+        runs = [run for method in arguments.methods for run in scale(method, options, *scaled)]
     else:
         shown = SHOWN_STEPS if arguments.trace is not None else 0
         runs = [simulate(method, options, shown) for method in arguments.methods]
@@ -84,6 +84,8 @@ def run_simulate(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.json:
         print(json.dumps({"options": _as_dict(options), "runs": [run.as_dict() for run in runs]}, indent=1))
         return OK
+    if (said := _measured_on(options)) is not None:
+        console.print(said, highlight=False, soft_wrap=True)
     console.print(_table(runs))
     for run in runs:
         if run.intervals and not arguments.scale:
@@ -92,13 +94,28 @@ def run_simulate(arguments: argparse.Namespace, console: Console) -> int:
     return OK
 
 
-def _range(text: str | None, options: SimulateOptions) -> tuple[int, int]:
+def _range(arguments: argparse.Namespace) -> tuple[int, int] | None:
+    """The least and the most ranks of --scale, which stands for --ranks; None where there is one number of them."""
+    text: str | None = arguments.scale
     if text is None:
-        return options.ranks, options.ranks
+        return None
     match = re.fullmatch(r"(\d+)\.\.(\d+)", text.strip())
     if match is None:
         raise SpecError(f"--scale {text} is no range: write two numbers of ranks, such as 8..16384")
-    return int(match[1]), int(match[2])
+    if arguments.ranks != SimulateOptions.ranks:
+        raise SpecError("--scale tells how many ranks there are, and so does --ranks: give one of them")
+    first, last = int(match[1]), int(match[2])
+    arguments.ranks = min(max(first, 1), MOST_RANKS)  # whole hosts of them, which the default need not make
+    return first, last
+
+
+def _measured_on(options: SimulateOptions) -> str | None:
+    """Which hosts the links were measured on; None where they were told."""
+    if options.measured is None:
+        return None
+    from gradwire.topology.link_profile import LinkProfile
+
+    return LinkProfile.read(options.measured).measured_on
 
 
 def _as_dict(options: SimulateOptions) -> dict[str, object]:

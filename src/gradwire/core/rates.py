@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -68,9 +69,11 @@ def count_in(text: str) -> float | None:
 
     >>> count_in("1.85M"), count_in("7B"), count_in("15T"), count_in("12"), count_in("many")
     (1850000.0, 7000000000.0, 15000000000000.0, 12.0, None)
+    >>> count_in("9" * 400)  # more than a float holds
     """
     match = re.fullmatch(r"(\d+\.?\d*)([kMGBT]?)", text.strip())
-    return (float(match[1]) * _COUNTS[match[2]] or None) if match else None
+    found = float(match[1]) * _COUNTS[match[2]] if match else 0.0
+    return found if 0 < found < math.inf else None
 
 
 def shortened(text: str) -> str:

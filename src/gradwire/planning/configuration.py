@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -126,14 +127,23 @@ def _megatron(model: Transformer, layout: ParallelLayout, shape: TrainingShape) 
         recompute=layout.recompute,
         node_copies=False,
     )
-    lines = ["# Sizes of the model, as Megatron-LM calls them.", "MODEL_ARGS=("]
+    lines = [*_HEAD, "MODEL_ARGS=("]
     for each in _sizes(model, layout):
-        lines += [f"  {each.name}" if each.value is None else f"  {each.name} {each.value}"]
+        lines += [f"  {each.name}" if each.value is None else f"  {each.name} {shlex.quote(str(each.value))}"]
     return {"megatron.sh": written.text, "model.sh": "\n".join([*lines, ")", ""])}
 
 
+_HEAD = (
+    "# Sizes of the model, as Megatron-LM calls them. Left to you is what sizes do not tell: the tokenizer; the base",
+    "# of rotary positions (--rotary-base), or other positions; --norm-epsilon; norms and gates other than RMSNorm and",
+    "# SwiGLU; biases (--add-qkv-bias) and norms (--qk-layernorm) of queries and keys; how experts are balanced; and",
+    "# dropout, of which the search assumes none: Megatron has 0.1 without --attention-dropout 0 --hidden-dropout 0.",
+)
+"""Of the file with the sizes."""
+
+
 def _sizes(model: Transformer, layout: ParallelLayout) -> Iterator[Setting]:
-    def one(name: str, value: int | None = None) -> Setting:
+    def one(name: str, value: int | str | None = None) -> Setting:
         return Setting(f"--{name}", value, "of the model", SOURCE)
 
     yield one("num-layers", model.layers)
@@ -148,6 +158,9 @@ def _sizes(model: Transformer, layout: ParallelLayout) -> Iterator[Setting]:
         yield one("num-query-groups", model.keys)
     if model.gated:
         yield one("swiglu")
+        yield one("normalization", "RMSNorm")
+        yield one("position-embedding-type", "rope")
+        yield one("disable-bias-linear")
     if not model.tied:
         yield one("untie-embeddings-and-output-weights")
     if model.experts:
@@ -155,6 +168,8 @@ def _sizes(model: Transformer, layout: ParallelLayout) -> Iterator[Setting]:
         yield one("moe-router-topk", model.chosen)
         yield one("moe-ffn-hidden-size", model.width)
         yield one("moe-grouped-gemm")
+        if model.dense_layers:  # they come first
+            yield one("moe-layer-freq", f"([0]*{model.dense_layers}+[1]*{model.expert_layers})")
     if model.shared_inner:
         yield one("moe-shared-expert-intermediate-size", model.shared_inner)
     if layout.flash:

@@ -34,7 +34,7 @@ class Hardware:
             memory reads and writes what coding touches.
 
     Raises:
-        SpecError: numbers that are not positive, or fractions above 1.
+        SpecError: numbers that are not positive, fractions above 1, or counts that are not whole.
 
     >>> hardware("a100-80g").peak_tflops
     312.0
@@ -65,8 +65,9 @@ class Hardware:
                 raise SpecError(f"hardware {self.name}: {field.name}={value} must be a finite number above 0")
             if field.name in ("sustained", "attention") and value > 1:
                 raise SpecError(f"hardware {self.name}: {field.name}={value} is a fraction of the peak: at most 1")
-            if field.name in ("node", "processors") and value != int(value):
-                raise SpecError(f"hardware {self.name}: {field.name}={value} must be a whole number")
+            if field.name in ("node", "processors") and not isinstance(value, int):
+                whole = max(1, round(value))
+                raise SpecError(f"hardware {self.name}: {field.name}={value} must be a whole number, such as {whole}")
 
 
 def _a100(name: str, memory_gb: float, memory_gb_per_s: float, network_gbit_per_s: float = 200.0) -> Hardware:

@@ -12,7 +12,7 @@ import torch
 from gradwire.core.errors import SpecError, TopologyError
 from gradwire.core.figures import listed
 from gradwire.planning.hardware import Hardware
-from gradwire.topology import NetworkInterface, read_host
+from gradwire.topology import Gpu, NetworkInterface, nvlink_groups, read_host
 from gradwire.topology.link_profile import LinkProfile
 
 BUDGET_S = 0.5
@@ -22,15 +22,21 @@ PRODUCT = {"cuda": 8192, "cpu": 1024}
 COPIED = {"cuda": 1 << 30, "cpu": 1 << 27}
 """Bytes that are copied: more than any cache has."""
 UNKNOWN_GBIT_PER_S = 10.0
-"""Of a network whose rate the kernel does not tell; NCCL takes the same."""
+"""Of a node whose network's rate the kernel does not tell; NCCL takes the same."""
+PCIE_GB_PER_S = 32.0
+"""Between GPUs of a node that NVLinks do not join, or where NVML does not tell: PCIe 4.0 with 16 lanes, one way."""
 
 
 def hardware_here(budget_s: float = BUDGET_S) -> Hardware:
     """Return what this machine can do: its GPUs, or its processors as one device, at the rates that are measured now.
 
     Products are in bfloat16 on a GPU, and in float32 on processors, which train in that. Their rate is one that was
-    reached, so `sustained` is 1; so is that of memory. Plan with `Efficiencies(1.0, 1.0, links)`. The network's rate is
-    what the fastest interface says that is up, and 10 Gbit/s where none does; `with_links` takes a measured one.
+    reached, so `sustained` is 1; so is that of memory. Plan with `Efficiencies(1.0, 1.0, links)`.
+
+    Links are not measured, and `with_links` takes measured ones. The network has the rate of all interfaces that are up
+    and as fast as the fastest one, or 10 Gbit/s where none tells its rate, and the devices of the node share it. GPUs
+    of a node have the rate of their NVLinks where NVML tells that these join all of them; else they are assumed to have
+    32 GB/s, that of PCIe 4.0.
 
     Args:
         budget_s: seconds for each of the two measurements.
@@ -53,6 +59,7 @@ def hardware_here(budget_s: float = BUDGET_S) -> Hardware:
     else:
         memory, processors, node = _memory_bytes(), torch.get_num_threads(), 1
     memory_gb_per_s = 2 * source.nbytes / copy_s / 1e9  # read and written
+    host = read_host()
     return Hardware(
         name="here",
         peak_tflops=2 * size**3 / product_s / 1e12,
@@ -60,8 +67,8 @@ def hardware_here(budget_s: float = BUDGET_S) -> Hardware:
         memory_gb_per_s=memory_gb_per_s,
         processors=processors,
         node=node,
-        node_gb_per_s=memory_gb_per_s / 2,
-        network_gbit_per_s=_network_gbit_per_s(read_host().interfaces),
+        node_gb_per_s=_node_gb_per_s(host.gpus or ()) if is_gpu else memory_gb_per_s / 2,
+        network_gbit_per_s=_network_gbit_per_s(host.interfaces, node),
         sustained=1.0,
     )
 
@@ -71,6 +78,10 @@ def with_links(on: Hardware, file: Path) -> Hardware:
 
     Links between ranks of a node are those of the profile's level "rank", where it has nodes of several ranks. Links
     between nodes are those of its coarsest level. Their rates were reached, so plan with `Efficiencies(links=1.0)`.
+
+    One rank of each node measured the link between nodes, and had it to itself, so its rate is divided by the ranks of
+    a node. A profile that tells that it was measured over NCCL is taken as it is: there each GPU is taken to have a
+    network card of its own, and where GPUs share cards, their rate is lower. `gradwire topology` measures over Gloo.
 
     Args:
         on: whose other figures stand.
@@ -97,7 +108,8 @@ def with_links(on: Hardware, file: Path) -> Hardware:
     coarsest = [level for level in profile.levels if level in links and level != "rank"][-1:]
     if coarsest:
         between = links[coarsest[0]]
-        rate = 8e-9 / between.beta_s_per_byte
+        shared = 1 if "nccl" in profile.settings.get("backend", "") else node
+        rate = 8e-9 / between.beta_s_per_byte / shared
         found = replace(found, network_gbit_per_s=rate, network_latency_s=max(between.alpha_s, 1e-9))
     return replace(found, name=f"{on.name} with the links of {file}", node=node)
 
@@ -129,7 +141,18 @@ def _memory_bytes() -> int:
     return 1024 * int(line.split()[1])
 
 
-def _network_gbit_per_s(interfaces: tuple[NetworkInterface, ...]) -> float:
-    """Of the fastest interface that is up and says its rate."""
-    rates = [each.bits_per_s for each in interfaces if each.state == "up" and each.bits_per_s]
-    return max(rates, default=UNKNOWN_GBIT_PER_S * 1e9) / 1e9
+def _node_gb_per_s(gpus: tuple[Gpu, ...]) -> float:
+    """What a GPU sends by its NVLinks where these join all GPUs: the rate that NVML tells, of the GPU with least."""
+    rates = [len(each.nvlinks or ()) * (each.nvlink_bits_per_s or 0.0) / 8e9 for each in gpus]
+    is_joined = len(gpus) > 1 and len(nvlink_groups(gpus)) == 1
+    return min(rates) if is_joined and min(rates) > 0 else PCIE_GB_PER_S
+
+
+def _network_gbit_per_s(interfaces: tuple[NetworkInterface, ...], devices: int) -> float:
+    """Of each device of the node: all interfaces that are up and as fast as the fastest one, which devices share.
+
+    A bond is left out: its rate is that of interfaces which count by themselves.
+    """
+    rates = [each.bits_per_s for each in interfaces if each.state == "up" and each.kind != "bond" and each.bits_per_s]
+    fastest = max(rates, default=UNKNOWN_GBIT_PER_S * 1e9)
+    return fastest * max(1, rates.count(fastest)) / devices / 1e9

@@ -144,6 +144,15 @@ class ParallelLayout:
         return min(self.pp + (self.pp - 1) / self.interleave, self.micro_batches)
 
     @property
+    def in_flight_of_last(self) -> float:
+        """Micro-batches whose activations the last stage holds at once, in whole stages.
+
+        1 of 1F1B, and p - (p - 1)/v of an interleaved schedule: the last rank begins with (v - 1) p forward passes
+        through parts of its stage, and makes one more before its first backward pass.
+        """
+        return min(self.pp - (self.pp - 1) / self.interleave, self.micro_batches)
+
+    @property
     def says(self) -> str:
         """The layout in one line."""
         axes = [f"tp={self.tp}", f"pp={self.pp}", f"dp={self.dp}"]

@@ -67,7 +67,7 @@ def _stage_memory(model: Transformer, layout: ParallelLayout, last: bool) -> Dev
     def kept_bytes(size: int, split: bool) -> float:
         return sum(count * size / (replicas if split else 1) for count, replicas in stage)
 
-    in_flight = 1.0 if last and layout.pp > 1 else layout.in_flight
+    in_flight = layout.in_flight_of_last if last else layout.in_flight
     layers = model.layers / layout.pp
     mean = layer_activations(model, layout)
     kept = layers * in_flight * mean.kept

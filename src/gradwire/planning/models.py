@@ -78,6 +78,8 @@ GATED = (
 """`model_type`s whose feed-forward part has three matrices."""
 TWO_MATRICES = ("bloom", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "starcoder2")
 """`model_type`s whose feed-forward part has two."""
+TIED = ("bloom", "gemma", "gemma2", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "starcoder2")
+"""`model_type`s whose output layer is the embedding where a config.json does not say: the defaults of Transformers."""
 
 _KEYS: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -153,7 +155,7 @@ def read_config(path: Path) -> Transformer:
             sizes["shared_inner"] = sizes.get("shared_inner", 0) or (
                 _whole(path, "n_shared_experts", config.get("n_shared_experts") or 0) * sizes["inner"]
             )
-    tied = config.get("tie_word_embeddings", kind in TWO_MATRICES)
+    tied = config.get("tie_word_embeddings", kind in TIED)
     name = str(config.get("_name_or_path") or "") or path.resolve().parent.name
     try:
         return Transformer(name, gated=kind in GATED, tied=bool(tied), **sizes)

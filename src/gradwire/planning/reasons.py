@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -30,7 +30,7 @@ class PlannedLayout:
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A layout that differs from the best in one thing, and why it lost."""
+    """A layout that differs from the best in one thing, and why it lost, or that it is faster and was not searched."""
 
     change: str
     why: str
@@ -95,16 +95,28 @@ def _why(
         return f"does not fit: {memory.total / 1e9:,.0f} GB of {on.memory_gb:g}"
     time = step_time(model, layout, on, reached)
     slower = time.total - best.time.total
-    if slower <= 0:
+    if slower < 0:
+        return f"{spoken_seconds(-slower)} faster, but was not searched"
+    if slower == 0:
         return "takes as long"
     more, worst = max((now - before, name) for name, now, before in zip(time._fields, time, best.time, strict=True))
     return f"{spoken_seconds(slower)} slower: {worst} takes {spoken_seconds(more)} more"
 
 
 def helps(
-    model: Transformer, on: Hardware, best: PlannedLayout, reached: Efficiencies | None
+    model: Transformer,
+    on: Hardware,
+    best: PlannedLayout,
+    reached: Efficiencies | None,
+    larger: Iterable[ParallelLayout] = (),
 ) -> list[tuple[str, float]]:
-    """Return the seconds that better hardware would save with the same layout, and what would change training."""
+    """Return the seconds that better hardware would save, and what would change training.
+
+    Args:
+        model, on, best, reached: what is trained, on which hardware, by which layout, at which fractions of rates.
+        larger: layouts that fit into twice the memory of a GPU, and not into what there is. All but memory helps the
+            same layout.
+    """
     kinds = (
         ("twice the rate of matrix products", {"peak_tflops": 2 * on.peak_tflops}),
         ("twice the rate of the GPUs' memory", {"memory_gb_per_s": 2 * on.memory_gb_per_s}),
@@ -115,6 +127,9 @@ def helps(
         (says, best.time.total - step_time(model, best.layout, replace(on, **changes), reached).total)
         for says, changes in kinds
     ]
+    faster = min(((step_time(model, each, on, reached).total, each.says) for each in larger), default=None)
+    if faster is not None:
+        saved.append((f"twice the memory of the GPUs, into which {faster[1]} fits", best.time.total - faster[0]))
     saved += _changed_training(model, on, best, reached)
     return sorted((each for each in saved if each[1] > 0), key=lambda pair: -pair[1])
 

@@ -18,8 +18,6 @@ from gradwire.planning.reasons import Neighbour, PlannedLayout, helps, neighbour
 from gradwire.planning.step_time import step_time
 from gradwire.planning.transformer import Transformer
 
-MICRO_BATCHES = (1, 2, 4, 8, 16)
-"""Sizes of micro-batches that are tried."""
 CONTEXTS = (1, 2, 4, 8, 16)
 """Sizes of context parallelism that are tried where a rank has at least `SHORTEST` tokens of a sample left."""
 SHORTEST = 2048
@@ -87,8 +85,8 @@ def plan(
 ) -> ScalingPlan:
     """Search the layouts of a model on `gpus` GPUs for those that take the least time and fit into memory.
 
-    It tries dp x tp x pp x cp x ep, micro-batches, interleaving, sharding and recomputation. Attention is fused, and
-    gradients are accumulated and sent in float32, overlapped with the backward pass.
+    It tries dp x tp x pp x cp x ep, micro-batches of 1, 2, 4, ... samples, interleaving, sharding and recomputation.
+    Attention is fused, and gradients are accumulated and sent in float32, overlapped with the backward pass.
 
     Args:
         model: what is trained.
@@ -114,14 +112,17 @@ def plan(
     _require_cluster(on, gpus, batch, show)
     _require_allowed(methods, every)
     found: list[PlannedLayout] = []
+    larger: list[ParallelLayout] = []
     smallest: PlannedLayout | None = None
-    tried = 0
+    tried, room = 0, on.memory_gb * 1e9
     for layout in filter(suits, layouts(model, on, gpus, batch, methods, every)):
         tried += 1
         memory = device_memory(model, layout)
-        if memory.total > on.memory_gb * 1e9:
+        if memory.total > room:
             if smallest is None or memory.total < smallest.memory.total:
                 smallest = PlannedLayout(layout, memory, step_time(model, layout, on, reached))
+            if memory.total <= 2 * room:
+                larger.append(layout)
             continue
         found.append(PlannedLayout(layout, memory, step_time(model, layout, on, reached)))
     if not found:
@@ -137,7 +138,7 @@ def plan(
         tried=tried,
         fitting=len(found),
         neighbours=tuple(neighbours(model, on, best, reached, methods, every)),
-        helps=tuple(helps(model, on, best, reached)),
+        helps=tuple(helps(model, on, best, reached, larger)),
     )
 
 
@@ -189,12 +190,13 @@ def layouts(
     """Yield every layout that the search looks at, whether or not it fits into memory."""
     kinds = list(_kinds(methods, every))
     for tp, pp, cp in product(divisors(on.node), divisors(model.layers), CONTEXTS):
-        if gpus % (tp * pp * cp) or (cp > 1 and model.sequence // cp < SHORTEST):
-            continue
         dp = gpus // (tp * pp * cp)
+        if gpus % (tp * pp * cp) or batch % dp or (cp > 1 and model.sequence // cp < SHORTEST):
+            continue
+        micros = [each for each in divisors(batch // dp) if each.bit_count() == 1]  # powers of two
         for ep in _expert_axes(model, tp * cp * dp):
-            for micro, interleave in product(MICRO_BATCHES, divisors(model.layers // pp) if pp > 1 else [1]):
-                if batch % (dp * micro) or (interleave > 1 and batch // (dp * micro) % pp):
+            for micro, interleave in product(micros, divisors(model.layers // pp) if pp > 1 else [1]):
+                if interleave > 1 and batch // (dp * micro) % pp:
                     continue
                 for kind in kinds:
                     if kind.sharding == "parameters" and pp > 1:

@@ -107,15 +107,15 @@ class LevelLinks:
         """What was measured: the file of `GRADWIRE_LINKS`.
 
         Raises:
-            TopologyError: a file that cannot be read.
+            TopologyError: a file that cannot be read, or a level that has no measured rate.
             SpecError: groups of unequal size.
         """
         profile = LinkProfile.read(file)
-        measured = {each.level: each.link for each in profile.links}
+        measured = {each.level for each in profile.links}
         found: list[LinkLevel] = []
         for name, groups in profile.levels.items():
             if name in measured:
-                found.append(LinkLevel(name, _equal_size(name, groups, file), measured[name]))
+                found.append(LinkLevel(name, _equal_size(name, groups, file), profile.link_of(name)))
         found.sort(key=lambda level: level.ranks)
         if not found:
             raise SpecError(f"{file} holds no measured links: make it anew with `gradwire topology --cache`")

@@ -124,10 +124,8 @@ class SimulateOptions:
             raise SpecError("--inside is between ranks of one host: give --ranks-per-host as well")
         if self.measured is not None or self.topology is not None:
             self._refuse_links_twice()
-        if self.mtbf is None:
-            given = [name for name in ("interval",) if getattr(self, name) is not None]
-            if given:
-                raise SpecError(f"--{given[0]} is about failures, and there are none: give --mtbf as well")
+        if self.mtbf is None and (given := self._given("checkpoint", "restart", "interval", "detection")):
+            raise SpecError(f"--{given[0]} is about failures, and there are none: give --mtbf as well")
         for name in ("step", "coding", "latency", "checkpoint", "restart", "detection", "server_time"):
             self.seconds(name)
         for name in ("mtbf", "interval"):
@@ -140,10 +138,12 @@ class SimulateOptions:
 
     def _refuse_links_twice(self) -> None:
         source = "--topology" if self.topology is not None else f"--rate {self.rate}"
-        for name in ("inside", "latency"):
-            default = next(default for each, default, _ in options_of(type(self)) if each == name)
-            if getattr(self, name) != default:
-                raise SpecError(f"{source} tells of each link what it takes: leave --{name} out")
+        if given := self._given("inside", "latency"):
+            raise SpecError(f"{source} tells of each link what it takes: leave --{given[0]} out")
+
+    def _given(self, *names: str) -> list[str]:
+        """Which of these options are not at their defaults."""
+        return [name for name, default, _ in options_of(type(self)) if name in names and getattr(self, name) != default]
 
     @property
     def measured(self) -> Path | None:

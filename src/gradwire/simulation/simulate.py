@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from gradwire.choosing import square_matrices
+from gradwire.choosing import parameters_in, square_matrices
 from gradwire.core.errors import SpecError
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.key import Key
 from gradwire.core.link import Link
-from gradwire.core.rates import count_in, parse_rate
+from gradwire.core.rates import parse_rate
 from gradwire.drivers.cost import Parameters, specs_of, specs_on
 from gradwire.network.slow import parse_slow
 from gradwire.reducers.base import Reducer
@@ -133,6 +133,7 @@ def scale(method: str, options: SimulateOptions, first: int, last: int) -> Itera
 _USED_BY = {
     "overlap": ("every step",),
     "device": ("every step", "windows", "elastic"),
+    "all_reduce": ("every step", "windows", "elastic"),
     "interval": ("every step", "windows"),
     "checkpoint": ("every step", "windows"),
     "detection": ("elastic",),
@@ -173,10 +174,7 @@ def _model(task: str, text: str | None, parameters: str | None) -> Sequence[Para
         from pathlib import Path
 
         return specs_of(make_task(task, 0, None if text is None else Path(text)).model)
-    count = round(count_in(parameters) or 0)
-    if not 1 <= count <= 10**13:
-        raise SpecError(f"--parameters {parameters} is no number of parameters: write one such as 1.85M or 7B")
-    return square_matrices(count)
+    return square_matrices(parameters_in(parameters))
 
 
 def model_of(options: SimulateOptions) -> Sequence[ParameterSpec]:

@@ -20,6 +20,7 @@ from gradwire.topology.levels import Level, Topology
 from gradwire.topology.reduction_times import Probe, ReductionTimes
 
 _FORMAT = 5
+_SHOWN_HOSTS = 4
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -160,10 +161,10 @@ class LinkProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The link that ranks of a group wait for: that of the coarsest level that parts them.
 
         Raises:
-            TopologyError: it was not measured.
+            TopologyError: it has no measured rate.
 
         >>> from gradwire.topology import MeasuredPair
-        >>> inside, between = (MeasuredPair((0, other), 1e-3 * other, 0.0) for other in (1, 2))
+        >>> inside, between = (MeasuredPair((0, other), 1e-3 * other, 1e-9) for other in (1, 2))
         >>> levels = {"rank": ((0,), (1,), (2,)), "node": ((0, 1), (2,))}
         >>> links = (AxisLink("rank", (inside,)), AxisLink("node", (between,)))
         >>> profile = LinkProfile(levels=levels, links=links)
@@ -172,11 +173,41 @@ class LinkProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         for level, groups in reversed(self.levels.items()):
             if sum(not {*ranks}.isdisjoint(group) for group in groups) > 1:
-                found = next((each.link for each in self.links if each.level == level), None)
-                if found is None:
-                    raise TopologyError(f"the link profile has no measured links between {level}s")
-                return found
+                return self.link_of(level)
         raise TopologyError(f"ranks {listed(ranks)} are not parted by any level of the link profile")
+
+    def link_of(self, level: str) -> Link:
+        """The link between groups of a level.
+
+        Raises:
+            TopologyError: it has no measured rate: a description says all of it, or no limit was seen.
+        """
+        found = next((each for each in self.links if each.level == level), None)
+        if found is None:
+            raise TopologyError(f"the link profile has no measured links between {level}s")
+        if not found.link.beta_s_per_byte > 0:
+            why = "showed no limit" if found.pairs else "were described and not measured"
+            again = "again" if found.pairs else "without GRADWIRE_TOPOLOGY"
+            raise TopologyError(
+                f"links between {level}s {why}, so the link profile has no rate of them: give a rate such as 1gbit, or "
+                f"measure {again}"
+            )
+        return found.link
+
+    @property
+    def measured_on(self) -> str | None:
+        """Where links were measured, for people; None where no hosts are known.
+
+        >>> LinkProfile(hosts=("a", "a", "b"), names=("a", "a", "b")).measured_on
+        'links measured on a, b'
+        >>> names = tuple(f"host{i}" for i in range(100))
+        >>> LinkProfile(hosts=names, names=names).measured_on
+        'links measured on host0, host1, host2, host3 and 96 others'
+        """
+        names = list(dict.fromkeys(self.names))
+        shown, others = names[:_SHOWN_HOSTS], len(names) - _SHOWN_HOSTS
+        rest = f" and {others} other{'s' * (others > 1)}" if others > 0 else ""
+        return f"links measured on {', '.join(shown)}{rest}" if names else None
 
     def with_links(self, links: Sequence[AxisLink]) -> LinkProfile:
         """The same with the links of all levels."""
