@@ -24,7 +24,6 @@ from gradwire.network.loopback import loopback_environments
 from gradwire.ranks.news import write_news
 from gradwire.ranks.supervised import RankFailure, run_function, run_ranks
 from gradwire.topology.link_profile import LinkProfile
-from namespaces import needs_namespaces
 
 CASES = str(Path(__file__).with_name("bench_cases.py"))
 QUICK: dict[str, Any] = {"max_bytes": "2K", "factor": 16, "calls": 3, "no_links": True}
@@ -353,26 +352,3 @@ def test_each_setting_of_a_sweep_has_processes_of_its_own(monkeypatch: pytest.Mo
     assert [each.variables for each in found[1:]] == [setting.variables for setting in bench.sweep_plan()[1:]]
     assert seen[1] == [{"LOCAL_RANK": str(rank), "NCCL_ALGO": "Ring", "NCCL_PROTO": "LL"} for rank in range(2)]
     assert found[0] == dataclasses.replace(table, variables=None)
-
-
-# Emulated hosts -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.net
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_rates_of_emulated_links_are_found() -> None:
-    """Three hosts: what two send each other shares a connection of Gloo's, which carries one way at a time."""
-    needs_namespaces()
-    options = BenchOptions(
-        collectives=("all_reduce", "send_recv"), min_bytes="1M", max_bytes="1M", calls=4, hosts=3, rate="100mbit"
-    )
-    said = list[str]()
-    (table,) = bench.launch(options, said.append)
-    assert said == [table.network]
-    (link,) = table.links
-    assert link.level == "node"
-    assert link.bits_per_s == pytest.approx(100e6, rel=0.1)
-    for row in table.rows:
-        assert row.busbw is not None
-        assert 0.008 < row.busbw < 0.0125  # GB/s; 100 Mbit/s are 0.0125

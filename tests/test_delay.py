@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 import pytest
 
+from gradwire import bench
+from gradwire.bench import BenchOptions
 from gradwire.core.errors import NetworkError
 from gradwire.network import Network, parse_delay, parse_loss
 from gradwire.network.delay_line import Large, Losses
@@ -185,6 +187,29 @@ def test_each_host_has_the_rate_of_its_own(delay: str, tmp_path: Path):
             assert "100mbit, 20mbit" in network.description
             rates.append(measured(BULK, network, tmp_path, 5_000_000)[1]["bytes_per_s"])
     assert 0.93 * asked < rates[-1] < 1.05 * asked
+
+
+@pytest.mark.net
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_rates_of_emulated_links_are_found() -> None:
+    """Three hosts: what two send each other shares a connection of Gloo's, which carries one way at a time."""
+    needs_namespaces()
+    options = BenchOptions(
+        collectives=("all_reduce", "send_recv"), min_bytes="1M", max_bytes="1M", calls=4, hosts=3, rate="100mbit"
+    )
+    rates = list[float]()
+    while len(rates) < ATTEMPTS and not (rates and rates[-1] > 90e6):
+        said = list[str]()
+        (table,) = bench.launch(options, said.append)
+        assert said == [table.network]
+        (link,) = table.links
+        assert link.level == "node"
+        rates.append(link.bits_per_s)
+    assert rates[-1] == pytest.approx(100e6, rel=0.1)
+    for row in table.rows:
+        assert row.busbw is not None
+        assert 0.008 < row.busbw < 0.0125  # GB/s; 100 Mbit/s are 0.0125
 
 
 # Nothing is left behind --------------------------------------------------------------------------------------

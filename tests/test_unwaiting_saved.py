@@ -127,7 +127,7 @@ def test_a_rank_that_has_ended_is_named_long_before_the_deadline(tmp_path: Path)
     for said in others:
         assert f"server {RANKS - 1}, in rank {RANKS - 1}'s process, is lost" in said["said"]
         assert said["ranks"] == [RANKS - 1]
-        assert said["took_s"] < 15
+        assert said["took_s"] < 45  # the deadline is 90, and a busy machine may stand still for a while
     assert not save_folder.manifests(tmp_path)
 
 

@@ -195,7 +195,7 @@ def fewer_load(rank: int, world_size: int, folder: str) -> str:
 def one_is_missing(rank: int, world_size: int, folder: str, how: str) -> dict[str, Any]:
     """All save but the last rank, which has closed, only waits, or finishes."""
     network = model()
-    deadline_s = 3.0 if how == "waits" else DEADLINE_S
+    deadline_s = {"waits": 3.0, "closes": 3 * DEADLINE_S}.get(how, DEADLINE_S)
     optimizer = AsynchronousOptimizer(sgd(network), network, deadline_s=deadline_s)
     for step in range(3):
         local_step(network, optimizer, step, rank)
