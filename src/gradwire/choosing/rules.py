@@ -229,13 +229,13 @@ def _demand(candidate: Candidate, case: Case, coding: Coding) -> Demand:
     spec, beta = candidate.spec, 8 / case.rate
     link = Link(min(LATENCY_S, 1e5 * beta) if case.delay_s is None else case.delay_s / 2, beta)
     if spec == "none":
-        return _in_buckets(spec, case, link)
+        return _in_buckets(case, link)
     model, times = _planned(case)
     coded_s = times * coding(spec, model, case.ranks)
     return demand(spec, model, case.ranks, Link(link.alpha_s, times * beta), coding_s=coded_s)
 
 
-def _in_buckets(spec: str, case: Case, link: Link) -> Demand:
+def _in_buckets(case: Case, link: Link) -> Demand:
     """What DistributedDataParallel asks for, which codes nothing: full buckets and the rest, each around a ring.
 
     A ring has 2 (n - 1) rounds, in which a rank sends 2 (n - 1)/n of the bytes.
@@ -244,7 +244,7 @@ def _in_buckets(spec: str, case: Case, link: Link) -> Demand:
     waves = (BUCKET,) * full + (rest,) * (rest > 0)
     nbytes = sum(each.numel * each.dtype.itemsize for each in case.model) or 4 * case.parameters
     rounds = 2 * (case.ranks - 1)
-    return Demand(spec, 0.0, link.seconds(nbytes * rounds / case.ranks, rounds * len(waves)), waves)
+    return Demand("none", 0.0, link.seconds(nbytes * rounds / case.ranks, rounds * len(waves)), waves)
 
 
 def _planned(case: Case) -> tuple[Sequence[ParameterSpec], float]:

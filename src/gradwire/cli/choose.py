@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +11,13 @@ from rich.table import Table
 
 from gradwire.cli.commands import Commands, add, add_device
 from gradwire.core.errors import SpecError
-from gradwire.core.rates import number_in, shortened
+from gradwire.core.rates import TIMES, seconds_in, shortened
 
 if TYPE_CHECKING:
     from gradwire.choosing import Case, Forecast, Training
     from gradwire.topology.link_profile import LinkProfile
 
 OK = 0
-_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 _HELP = """\
 classes of accuracy
@@ -159,10 +157,10 @@ def _delay_s(text: str | None) -> float | None:
     """Seconds of a round trip; None where nobody tells. Nothing is emulated, so it may be as short as it is."""
     if text is None:
         return None
-    found = 0.0 if text.strip() == "0" else number_in(text, _TIMES)
-    if found is None or not 0 <= found < math.inf:
+    found = seconds_in(text)
+    if found is None:
         raise SpecError(
-            f"--delay {shortened(text)} is no time: write a number and a unit of {', '.join(_TIMES)}, such as 20ms"
+            f"--delay {shortened(text)} is no time: write a number and a unit of {', '.join(TIMES)}, such as 20ms"
         )
     return found
 

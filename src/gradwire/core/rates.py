@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 
 RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _COUNTS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 _SPOKEN = {"bit": "bit/s", "kbit": "kbit/s", "mbit": "Mbit/s", "gbit": "Gbit/s", "tbit": "Tbit/s"}
 
@@ -62,6 +63,16 @@ def number_in(text: str, units: Mapping[str, float]) -> float | None:
     """The number that stands in a text, in units of 1; None where there is none, or no such unit."""
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]+|%)\s*", text.lower())
     return float(match[1]) * units[match[2]] if match and match[2] in units else None
+
+
+def seconds_in(text: str, units: Mapping[str, float] = TIMES) -> float | None:
+    """Return the seconds that a text says; None where it is no time, or an endless one.
+
+    >>> seconds_in("50ms"), seconds_in("0"), seconds_in("-1s"), seconds_in("50")
+    (0.05, 0.0, None, None)
+    """
+    found = 0.0 if text.strip() == "0" else number_in(text, units)
+    return None if found is None or not 0 <= found < math.inf else found
 
 
 def count_in(text: str) -> float | None:

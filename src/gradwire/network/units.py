@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from gradwire.core.rates import number_in, shortened
+from gradwire.core.rates import TIMES, number_in, seconds_in, shortened
 
-_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 SHORTEST_DELAY_S, LONGEST_DELAY_S = 1e-3, 10.0
 MOST_LOSS = 0.5
 
@@ -22,10 +21,10 @@ def parse_delay(delay: str) -> float:
     >>> parse_delay("50ms"), parse_delay("0")
     (0.05, 0.0)
     """
-    seconds = 0.0 if delay.strip() == "0" else number_in(delay, _TIMES)
+    seconds = seconds_in(delay)
     if seconds is None or not (seconds == 0 or SHORTEST_DELAY_S <= seconds <= LONGEST_DELAY_S):
         raise ValueError(
-            f"delay {shortened(delay)} cannot be emulated: write a number and a unit of {', '.join(_TIMES)}, "
+            f"delay {shortened(delay)} cannot be emulated: write a number and a unit of {', '.join(TIMES)}, "
             'from 1ms to 10s, such as "50ms", or 0'
         )
     return seconds

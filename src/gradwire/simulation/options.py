@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from gradwire.core.errors import SpecError
-from gradwire.core.rates import number_in, shortened
+from gradwire.core.rates import TIMES, seconds_in, shortened
 from gradwire.option_fields import AtLeast, check_fields, flag_of, option, options_of
 
 MOST_RANKS = 65_536
@@ -18,7 +17,7 @@ TRAINED, RANKS, PACE, FAILURES, SERVERS, RESULT = (
     "the result",
 )  # fmt: skip
 
-_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+_UNITS = TIMES | {"min": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
 @dataclass(frozen=True)
@@ -162,8 +161,8 @@ class SimulateOptions:
             SpecError: a text that is none.
         """
         text = str(getattr(self, name))
-        found = 0.0 if text.strip() == "0" else number_in(text, _UNITS)
-        if found is None or not 0 <= found < math.inf:
+        found = seconds_in(text, _UNITS)
+        if found is None:
             flag = next(flag_of(each, facts) for each, _, facts in options_of(type(self)) if each == name)
             raise SpecError(
                 f"{flag} {shortened(text)} is no time: write a number and a unit of {', '.join(_UNITS)}, such as 250ms"
