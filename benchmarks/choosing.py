@@ -69,9 +69,14 @@ ASKED = {"a core each": 0.1, "shared cores": 0.2}
 
 
 class Training:
-    """Steps of a task under a method, on a model of its own."""
+    """Steps of a task under a method, on a model of its own.
+
+    Attributes:
+        steps_s: of all its steps, on this rank.
+    """
 
     def __init__(self, task: str, method: str) -> None:
+        self.steps_s = list[float]()
         self.task = make_task(task, 0)
         self.ddp = DistributedDataParallel(self.task.model)
         self.session: Any = None
@@ -85,9 +90,11 @@ class Training:
     def step(self) -> None:
         """Train a step, always on the same batch: what data costs is the same under all methods."""
         inputs, targets = self._batch
+        began_s = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
         self.task.loss(self.ddp(inputs), targets).backward()
         self.optimizer.step()
+        self.steps_s.append(time.perf_counter() - began_s)
 
     def close(self) -> None:
         """Communicate no more."""
@@ -147,7 +154,7 @@ def on_rank(
             beside = none.lane.call(measured, " in a cell").among(processors)
         timed.take_turns(trainings, rounds, stretch, cell_s / (len(names) if apart else 1))
         if none is not None:
-            pace = _slowest_pace(none, timed.steps_s[HELD])
+            pace = _slowest_pace(trainings[HELD])
         for each in trainings.values():
             each.close()
         none = None
@@ -171,12 +178,12 @@ def on_rank(
     }
 
 
-def _slowest_pace(held: gradwire.Session, step_s: float) -> StepPace:
-    """What `auto` learns under `none`, from steps of which the stopwatch knows better how long they take."""
-    mine = pace_of(held.window.samples, (), sent_early=True)
-    compute_s = max(step_s - mine.exposed_s, 1e-6)
-    backward = min(mine.backward * mine.compute_s / compute_s, 1.0)
-    told = torch.tensor([compute_s, backward, mine.exposed_s, mine.worked_s])
+def _slowest_pace(held: Training) -> StepPace:
+    """What `auto` learns under `none`, by steps that are timed here: between two of them others may have trained."""
+    samples = held.session.window.samples
+    took_s = held.steps_s[-len(samples) :]
+    mine = pace_of([of._replace(step_s=s) for of, s in zip(samples, took_s, strict=True)], (), sent_early=True)
+    told = torch.tensor([mine.compute_s, mine.backward, mine.exposed_s, mine.worked_s])
     others = [torch.empty_like(told) for _ in range(dist.get_world_size())]
     dist.all_gather(others, told)
     return StepPace.slowest([StepPace(each[0], each[1], (), each[2], each[3]) for each in map(Tensor.tolist, others)])
