@@ -51,7 +51,7 @@ from gradwire.overlap import Stopwatch
 from gradwire.ranks.supervised import run_function
 from gradwire.session.automatic import CHOOSES_AFTER, EARLY_AFTER, pace_of
 from gradwire.tasks.builtin import make_task
-from gradwire.topology.processors import Processors, cores, has_core
+from gradwire.topology.processors import Processors, has_core, own_cores
 
 CANDIDATES = [candidate.spec for candidate in allowed("bold")]
 OTHERS = ["bf16", "fp8", "int8", "int3", "topk:0.01", "topk:0.05+int4", "sign", "terngrad", "powersgd:2", "qsgd:4"]
@@ -141,7 +141,10 @@ def on_rank(
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
     timed, names = Timed(Stopwatch(group, torch.device("cpu"))), list(dict.fromkeys([HELD, FLOOR, *methods, *AUTO]))
-    processors = Processors(cores(), torch.get_num_threads(), world_size)
+    places, threads = [()] * world_size, [torch.get_num_threads()] * world_size
+    dist.all_gather_object(places, own_cores())
+    machines = [""] * world_size  # all hosts are emulated on one
+    processors = Processors.fewest(machines, places, threads)
     pace, link = StepPace(0.0, 0.0, ()), Link(0.0, 0.0)
     beside = Contention(link, link)
     for turn in [[name] for name in names] if apart else [names]:
@@ -149,7 +152,7 @@ def on_rank(
         none = trainings[HELD].session if HELD in trainings else None
         if none is not None:
             link = wire_link(none.timed_link(), world_size)
-            computes = has_core(rank, [""] * world_size, processors.cores, processors.threads)  # hosts of one machine
+            computes = has_core(rank, machines, places, threads)
             measured = functools.partial(contention, none.transport, link, computes)
             beside = none.lane.call(measured, " in a cell").among(processors)
         timed.take_turns(trainings, rounds, stretch, cell_s / (len(names) if apart else 1))

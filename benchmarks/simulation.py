@@ -243,7 +243,7 @@ def simulated(cell: Cell, hosts: int, profile: Path, of_ranks: Sequence[dict[str
     *most, last = (each["alone_s"] for each in of_ranks)
     alone = statistics.fmean([*most, last] if cell.slower == 1 else most)
     spread = TimeSpread.of(cell.spread)
-    coding_s = Processors(cores(), 1, hosts).crowding * max(each["coding_s"] for each in of_ranks)
+    coding_s = Processors(cores() / hosts, 1).crowding * max(each["coding_s"] for each in of_ranks)
     options = SimulateOptions(
         step=f"{1e3 * alone:.6f}ms",
         coding=f"{1e3 * coding_s:.6f}ms",

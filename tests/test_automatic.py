@@ -170,7 +170,7 @@ def test_a_step_that_was_predicted_tells_what_it_computes(backward: float, crowd
 
 
 def test_ranks_that_share_cores_code_longer() -> None:
-    crowded = Processors(2, 1, 4)
+    crowded = Processors(0.5, 1)
     pace, model = (
         StepPace(1.0, 0.5, (0.0, 0.1), crowding=crowded.crowding),
         [ParameterSpec("w", (100,), torch.float32, torch.device("cpu"))],

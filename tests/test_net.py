@@ -24,6 +24,7 @@ from gradwire.network.loopback import loopback_environments
 from gradwire.network.wire import UplinkMeter, WireMeter
 from gradwire.ranks.supervised import RankFailure, WarmRanks, run_function, run_ranks
 from gradwire.ranks.warm import WarmProcess
+from gradwire.topology.processors import divide, own_cores
 from namespaces import needs_namespaces
 
 HERE = Path(__file__)
@@ -220,6 +221,22 @@ def test_without_tools_auto_falls_back_and_says_why(monkeypatch: pytest.MonkeyPa
 
 
 # The network -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.net
+@SECONDS
+@pytest.mark.parametrize("mode", ["root", "user"])
+def test_hosts_have_cores_of_their_own_where_there_are_enough(mode: Literal["root", "user"]):
+    needs_namespaces(mode)
+    told = "import os; print(*sorted(os.sched_getaffinity(0)))"
+    for hosts in (1, 2, len(own_cores()), len(own_cores()) + 1):
+        with Network(hosts, mode=mode) as network:
+            commands = [network.command(rank, [sys.executable, "-I", "-S", "-c", told]) for rank in range(hosts)]
+            said = [subprocess.check_output(each, text=True, timeout=60).split() for each in commands]
+            assert ("each, joined" in network.description) == (hosts <= len(own_cores()))
+        found = [tuple(map(int, each)) for each in said]
+        assert found == divide(own_cores(), hosts)
+        assert len(set(found)) == (1 if hosts > len(own_cores()) else hosts)
 
 
 def transferred(network: Network, size: int, folder: Path) -> tuple[float, int, int]:

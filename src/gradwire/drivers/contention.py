@@ -63,8 +63,8 @@ class Contention(NamedTuple):
         others' messages too.
 
         >>> found = Contention(Link(2e-3, 0.0), Link(1e-3, 0.0))
-        >>> for cores in (2, 4, 8):
-        ...     print(found.among(Processors(cores, threads=1, ranks=4)).work.alpha_s)
+        >>> for cores in (0.5, 1.0, 2.0):
+        ...     print(found.among(Processors(cores, threads=1)).work.alpha_s)
         0.002
         0.001
         0.0

@@ -32,11 +32,12 @@ from gradwire.network.processes import (
     undisturbed,
 )
 from gradwire.network.units import parse_delay, parse_loss
+from gradwire.topology.processors import cores
 
 Mode = Literal["root", "user", "paced"]
 
 _MODES = ("auto", "root", "user", "paced")
-_TOOLS = ("ip", "tc", "unshare", "nsenter", "sh")
+_TOOLS = ("ip", "tc", "unshare", "nsenter", "taskset", "sh")
 _DEFAULT_PORT = 29500
 _MAX_HOSTS = 1000  # a bridge has 1023 ports
 
@@ -72,6 +73,7 @@ class Network:
             its own; `UplinkMeter` counts what crosses it. Delay and loss are then between the largest groups only.
 
     Delay, loss, uplinks and several ranks on a host need namespaces, so "auto" does not fall back on paced sockets.
+    In the first two ways each host has cores of its own, if this process may run on as many as there are hosts.
     Delay and loss are the work of a process, which takes some processor time (`line_use`).
 
     Attributes:
@@ -291,9 +293,11 @@ def _describe(mode: Mode, links: Links, ranks_per_host: int, reasons: Sequence[s
         limit = _limit(links, "unlimited links", "links limited to {} in each direction by tbf")
         switch = _line(links) if links.by_line else "a bridge"
         ranks = f" of {ranks_per_host} ranks" if ranks_per_host > 1 else ""
+        each = cores() // hosts
+        own = f", with {each} core{'s' * (each > 1)} each" if each else ""
         groups = "".join(f", {each.summary}" for each in links.uplinks)
         text = (
-            f"{hosts} host{plural}{ranks} as network namespaces made {how}, joined by {switch}, {limit}{groups}, "
+            f"{hosts} host{plural}{ranks} as network namespaces made {how}{own}, joined by {switch}, {limit}{groups}, "
             f"MTU {MTU}"
         )
     return text + (f" ({'; '.join(reasons)})" if reasons else "")

@@ -35,7 +35,7 @@ from gradwire.session.form import Form
 from gradwire.session.lane import Lane
 from gradwire.session.together import Together
 from gradwire.topology.identity import HostIdentity
-from gradwire.topology.processors import Processors, cores, has_core
+from gradwire.topology.processors import Processors, has_core, own_cores
 from gradwire.topology.reduction_times import ReductionTimes
 
 CHOOSES_AFTER = START_UP + 5
@@ -134,7 +134,7 @@ class Automatic:
         self._taken = "none"
         self._link: Link | None = None
         self._beside: Contention | None = None
-        self._processors, self._has_core = Processors(1, 1, 1), True  # until `begin` has asked the ranks
+        self._processors, self._has_core = Processors(1.0, 1), True  # until `begin` has asked the ranks
         self._probe_nbytes, self._probe_s = LEAST_PROBE, 0.0
         self._pace: StepPace | None = None
         self._coding_s, self._messages = tuple[float, ...](), dict[str, PlanMessages]()
@@ -285,10 +285,10 @@ class Automatic:
 
     def _learn_processors(self, session: Choosing) -> None:
         """Learn those of the rank that has the fewest for itself, and whether there is a core for this one."""
-        own = (HostIdentity.here().machine, cores(), torch.get_num_threads())
-        machines, *others = zip(*_ranks(session.lane).gather(list(own)), strict=True)
-        self._processors = Processors.fewest(machines, *others)
-        self._has_core = has_core(session.transport.rank, machines, *own[1:])
+        own = [HostIdentity.here().machine, own_cores(), torch.get_num_threads()]
+        machines, cores, threads = zip(*_ranks(session.lane).gather(own), strict=True)
+        self._processors = Processors.fewest(machines, cores, threads)
+        self._has_core = has_core(session.transport.rank, machines, cores, threads)
 
     def _knows_pace(self, session: Choosing) -> bool:
         return bool(session.window.latest or self._pace)
