@@ -18,6 +18,7 @@ def many_of(cases: Mapping[str, Any]) -> Callable[..., dict[str, Any]]:
             print("case", name, flush=True)
             dist.barrier()
             out[name] = cases[case](rank, world_size, **arguments)
+        dist.barrier()  # rank 0 has the store, which others may still ask
         return out
 
     return many
