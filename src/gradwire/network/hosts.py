@@ -48,14 +48,14 @@ class Namespaces:
 
     Where there are enough cores each host has its own, as machines have. Otherwise the threads of two hosts, which send
     and compute at once, take cores from each other: two ranks on two cores took 133 ms a step under int4, and 102 with
-    a core each.
+    a core each. A delay line wants one more: on two cores that two hosts had, a round trip of 10 ms took 10.6.
     """
 
     def __init__(self, links: Links, port: int, tag: str, *, ranks_per_host: int, rootless: bool) -> None:
         self._hosts = len(links.rates_bits_per_s)
         self._groups = [len(each.sizes) for each in links.uplinks]
         self._ranks_per_host = ranks_per_host
-        self._cores = divide(own_cores(), self._hosts)
+        self._cores = divide(own_cores(), self._hosts, spared=links.by_line)
         self._port = port
         self._tag = tag
         self._rootless = rootless

@@ -73,7 +73,8 @@ class Network:
             its own; `UplinkMeter` counts what crosses it. Delay and loss are then between the largest groups only.
 
     Delay, loss, uplinks and several ranks on a host need namespaces, so "auto" does not fall back on paced sockets.
-    In the first two ways each host has cores of its own, if this process may run on as many as there are hosts.
+    In the first two ways each host has cores of its own, if this process may run on as many as there are hosts, and on
+    one more for delay and loss.
     Delay and loss are the work of a process, which takes some processor time (`line_use`).
 
     Attributes:
@@ -293,7 +294,7 @@ def _describe(mode: Mode, links: Links, ranks_per_host: int, reasons: Sequence[s
         limit = _limit(links, "unlimited links", "links limited to {} in each direction by tbf")
         switch = _line(links) if links.by_line else "a bridge"
         ranks = f" of {ranks_per_host} ranks" if ranks_per_host > 1 else ""
-        each = cores() // hosts
+        each = max(cores() - links.by_line, 0) // hosts
         own = f", with {each} core{'s' * (each > 1)} each" if each else ""
         groups = "".join(f", {each.summary}" for each in links.uplinks)
         text = (

@@ -21,20 +21,23 @@ def cores() -> int:
     return len(own_cores())
 
 
-def divide(cores: Sequence[int], parts: int) -> list[tuple[int, ...]]:
+def divide(cores: Sequence[int], parts: int, spared: int = 0) -> list[tuple[int, ...]]:
     """Return cores for each of some parts of a machine, none twice; all of them for each where there are too few.
 
     Args:
         cores: numbers of the machine's.
         parts: that want some.
+        spared: the first so many are left to others, if there are enough.
 
     >>> divide((0, 1, 2, 3, 8), 2)
     [(0, 1), (2, 3)]
     >>> divide((0, 1), 3)
     [(0, 1), (0, 1), (0, 1)]
+    >>> divide((0, 1, 2), 2, spared=1), divide((0, 1), 2, spared=1)
+    ([(1,), (2,)], [(0, 1), (0, 1)])
     """
-    each = len(cores) // parts
-    return [tuple(cores[part * each :][:each]) if each else tuple(cores) for part in range(parts)]
+    each = max(len(cores) - spared, 0) // parts
+    return [tuple(cores[spared + part * each :][:each] if each else cores) for part in range(parts)]
 
 
 def has_core(rank: int, machines: Sequence[Hashable], cores: Sequence[Sequence[int]], threads: Sequence[int]) -> bool:
