@@ -120,8 +120,8 @@ class Timed:
     def take_turns(self, trainings: dict[str, Training], rounds: int, stretch: int, cell_s: float) -> None:
         """Time the steps of some trainings, in turn, for about so many seconds."""
         for name, training in trainings.items():
-            more = EARLY_AFTER + CHOOSES_AFTER + 1 - START_UP if name in AUTO else STEPS_OF_PACE if name == HELD else 0
-            for _ in range(START_UP + more):  # a window leaves the first steps out, too
+            warm = EARLY_AFTER + CHOOSES_AFTER + 1 if name in AUTO else START_UP + STEPS_OF_PACE * (name == HELD)
+            for _ in range(warm):
                 training.step()
         jobs = {name: each.step for name, each in trainings.items()}
         once = self.watch.interleaved(jobs, 1, 1)

@@ -32,7 +32,7 @@ from gradwire.network.processes import (
     undisturbed,
 )
 from gradwire.network.units import parse_delay, parse_loss
-from gradwire.topology.processors import cores
+from gradwire.topology.processors import cores, share
 
 Mode = Literal["root", "user", "paced"]
 
@@ -294,7 +294,7 @@ def _describe(mode: Mode, links: Links, ranks_per_host: int, reasons: Sequence[s
         limit = _limit(links, "unlimited links", "links limited to {} in each direction by tbf")
         switch = _line(links) if links.by_line else "a bridge"
         ranks = f" of {ranks_per_host} ranks" if ranks_per_host > 1 else ""
-        each = max(cores() - links.by_line, 0) // hosts
+        each = share(cores(), hosts, spared=links.by_line)
         own = f", with {each} core{'s' * (each > 1)} each" if each else ""
         groups = "".join(f", {each.summary}" for each in links.uplinks)
         text = (

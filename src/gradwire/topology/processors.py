@@ -21,6 +21,11 @@ def cores() -> int:
     return len(own_cores())
 
 
+def share(cores: int, parts: int, spared: int = 0) -> int:
+    """Return how many of a machine's cores each part gets by `divide`; 0 where there are too few."""
+    return max(cores - spared, 0) // parts
+
+
 def divide(cores: Sequence[int], parts: int, spared: int = 0) -> list[tuple[int, ...]]:
     """Return cores for each of some parts of a machine, none twice; all of them for each where there are too few.
 
@@ -36,7 +41,7 @@ def divide(cores: Sequence[int], parts: int, spared: int = 0) -> list[tuple[int,
     >>> divide((0, 1, 2), 2, spared=1), divide((0, 1), 2, spared=1)
     ([(1,), (2,)], [(0, 1), (0, 1)])
     """
-    each = max(len(cores) - spared, 0) // parts
+    each = share(len(cores), parts, spared)
     return [tuple(cores[spared + part * each :][:each] if each else cores) for part in range(parts)]
 
 
@@ -57,17 +62,13 @@ def has_core(rank: int, machines: Sequence[Hashable], cores: Sequence[Sequence[i
     >>> [has_core(rank, ["a"] * 3, [(0,), (1,), (0, 1)], [1] * 3) for rank in range(3)]
     [True, True, False]
     """
-    taken: set[int] = set()
+    taken, has = set[int](), False
     for each in range(rank + 1):
-        if machines[each] != machines[rank]:
-            continue
-        free = [core for core in cores[each] if core not in taken]
-        has = len(free) >= min(threads[each], len(cores[each]))
-        if has:
-            taken.update(free[: threads[each]])
-        if each == rank:
-            return has
-    raise AssertionError("the loop comes to the rank itself")
+        if machines[each] == machines[rank]:
+            free = [core for core in cores[each] if core not in taken]
+            has = len(free) >= min(threads[each], len(cores[each]))
+            taken.update(free[: threads[each]] if has else ())
+    return has  # of the last one, which is the rank itself
 
 
 class Processors(NamedTuple):
