@@ -79,7 +79,7 @@ CASES = (
     ),
     FixedCase(
         None, "one", "asgd",
-        "ranks push gradients and do not wait: digits came to its loss in 1.2 s, where DDP took 4.9 beside a rank "
+        "ranks push gradients and do not wait: digits came to its loss in 1.3 s, where DDP took 4.9 beside a rank "
         "that is four times slower",
         "slow_hosts.md",
         stricter="have each step wait for the slow rank",
