@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import gradwire
-from gradwire import StateError
+from gradwire import CommunicationError, StateError
 from gradwire.asynchronous import ASGD, Bounded, Matched, ParameterServer, Push
-from gradwire.asynchronous.clocks import Phase
+from gradwire.asynchronous.clocks import Clocks, Phase
 from gradwire.asynchronous.messages import push_key
+from gradwire.asynchronous.own_part import OwnPart
 from gradwire.core import save_folder
 from gradwire.ranks.supervised import run_function
 from unwaiting_cases import model
@@ -129,6 +131,36 @@ def test_a_rank_that_has_ended_is_named_long_before_the_deadline(tmp_path: Path)
         assert said["ranks"] == [RANKS - 1]
         assert said["took_s"] < 45  # the deadline is 90, and a busy machine may stand still for a while
     assert not save_folder.manifests(tmp_path)
+
+
+class CallsAtOnce:
+    """A server's host, without a thread."""
+
+    def call(self, what: Callable[[], None]) -> None:
+        what()
+
+
+class EndsWhenAsked:
+    """All servers, for another rank than the last one. That one ends right after its server has replied once."""
+
+    def __init__(self, clocks: Clocks) -> None:
+        self._clocks, self._last = clocks, len(clocks.phases) - 1
+
+    def pause(self) -> None:
+        if self._clocks.phases[self._last] is Phase.DEAD:
+            raise CommunicationError(f"server {self._last} is lost", (self._last,))
+        self._clocks.leave(self._last)
+
+
+def test_a_rank_that_ends_right_after_it_was_asked_is_no_rank_that_calls_something_else() -> None:
+    server = ParameterServer({"x": torch.zeros(2)}, ASGD(0.5), workers=RANKS)
+    for worker in range(RANKS - 1):
+        server.join(worker)
+        server.pause(worker)
+    host: Any = CallsAtOnce()
+    servers: Any = EndsWhenAsked(server.clocks)
+    with pytest.raises(CommunicationError, match=f"server {RANKS - 1} is lost"):
+        OwnPart(host, server, servers, deadline_s=60.0).wait_for_all("gradwire.save")
 
 
 @pytest.mark.turns("missing", 1)

@@ -278,8 +278,8 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
         self._steps = False
         if self._run.is_open:
             self._run.is_open = False
+            self._host.close()  # first: whoever hears that this worker has ended then finds its server lost
             self._servers.close()
-            self._host.close()
 
 
 class _Ends(NamedTuple):

@@ -49,9 +49,10 @@ class OwnPart:
         """
         end_s = time.monotonic() + self._deadline_s
         while missing := self._missing_after(LOOK_S):
-            self._servers.pause()  # a rank that has ended is found out
-            if not self._called(lambda: self._server.clocks.here):
-                break  # they have left, and call something else: the meeting says so
+            have_left = not self._called(lambda: self._server.clocks.here)
+            self._servers.pause()  # a rank that has ended is found out, whose server ended before it counted as away
+            if have_left:
+                break  # they call something else: the meeting says so
             if time.monotonic() > end_s:
                 late = f"rank {missing[0]} has not come to {call} within {self._deadline_s:g} s"
                 raise CommunicationError(f"{late}: every rank must call it", missing)

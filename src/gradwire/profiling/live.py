@@ -31,6 +31,7 @@ from gradwire.core.collective import ring_bytes
 from gradwire.core.errors import StepError, first_line
 from gradwire.core.rank_files import rank_file
 from gradwire.core.state import walk
+from gradwire.drivers.window import START_UP
 from gradwire.profiling.history import History, JsonNumber, to_json_number
 from gradwire.profiling.loop import LoopSpans
 from gradwire.profiling.records import ProfileError, StepRecord
@@ -194,9 +195,12 @@ class LiveWriter:
         return sum(each.wire_bytes for each in stats), sum(each.dense_wire_bytes for each in stats)
 
     def _take_norms(self, index: int) -> None:
-        """Take the norm of what is owed, seldom enough to cost little: it is a pass over all residuals."""
+        """Take the norm of what is owed, seldom enough to cost little: it is a pass over all residuals.
+
+        The first time is when a new session knows the norm of its gradient, since the next time may be far away.
+        """
         began_s = time.perf_counter()
-        if began_s < self._norms_from_s:
+        if index < START_UP or began_s < self._norms_from_s:
             return
         squares, gradients, owes = 0.0, 0.0, False
         for session in self._sessions:
