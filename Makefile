@@ -54,7 +54,7 @@ types: $(READY)
 # Tests that hold times of ranks or of links to a few percent have the machine to themselves; all others share the cores,
 # each file in one process, doctests last, which are short. There is one process more than cores, since ranks wait for each other.
 PROCESSES := $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
-ALONE  := $(addprefix tests/test_,bubble.py delay.py doctor_ranks.py run_report.py slow.py)
+ALONE  := $(addprefix tests/test_,bubble.py delay.py doctor_ranks.py link_times.py run_report.py slow.py)
 
 unit: $(READY)
 	$(PYTEST) --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder tests src $(addprefix --ignore=,$(ALONE))
