@@ -18,6 +18,7 @@ CASES = str(Path(__file__).with_name("pipeline_cases.py"))
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+@pytest.mark.draw(1)
 def test_the_bubble_of_stages_that_sleep_is_the_formula(schedule: str) -> None:
     shape = ScheduleShape(schedule, 4, 4)
     assert shape.formula is not None

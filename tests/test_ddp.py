@@ -91,7 +91,7 @@ def resumed(ranks: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("spec", "ranks", "steps", "variant"), LONG_RUNS)
-@pytest.mark.draw(2)
+@pytest.mark.draw(1)
 def test_many_steps_end_with_equal_parameters(
     spec: str, ranks: int, steps: int, variant: str, outcomes: Outcomes
 ) -> None:

@@ -89,7 +89,7 @@ def outcomes(asked: list[Mapping[str, Any]]) -> Outcomes:
 
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(("port", "point"), [(port, point) for port, points in TOLD.items() for point in points])
-@pytest.mark.draw(6)
+@pytest.mark.draw(3)
 def test_the_others_are_told_by_the_next_step(port: str, point: str, who: int, outcomes: Outcomes) -> None:
     every = [outcome[f"{point} {who}"] for outcome in outcomes(port)]
     made = every[who]["made"]  # a window ends a step later

@@ -57,6 +57,7 @@ def test_results_are_those_of_one_process_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.draw(1)
+@pytest.mark.turns("lost workers", 1)
 def test_a_worker_that_fails_is_one_client_that_is_lost(workers: int) -> None:
     server = Server(Point(), CLIENTS, sample=CLIENTS, local=SGD(0.1))
     simulation = Simulation(server, quadratics(), engine=Processes(troubled, workers=workers, deadline_s=15))
@@ -96,6 +97,7 @@ def dies_once(folder: str) -> tuple[nn.Module, Federation]:
     return small(12)
 
 
+@pytest.mark.turns("lost workers", 1)
 def test_a_worker_that_could_not_be_started_is_started_in_the_next_round(tmp_path: Path) -> None:
     here, there = on_classifier(), on_classifier()
     engine = there.engine = Processes(functools.partial(dies_once, str(tmp_path)), workers=1)

@@ -93,7 +93,7 @@ Siblings = list[Mapping[str, Any]]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.draw(4)
+@pytest.mark.draw(2)
 def test_without_compression_training_is_that_of_fsdp2_to_rounding(variant: str, siblings: Siblings) -> None:
     """Sums are taken in float32, in rank order; FSDP2's own are rounded to the dtype of its reductions."""
     rounding = {"bf16 sums": 0.02, "fp16 sums": 1e-3}.get(variant, 2e-6)
@@ -133,6 +133,7 @@ def test_methods_train(spec: str, siblings: Siblings) -> None:
 
 @pytest.mark.parametrize("kind", ["conserved", "skipped"])
 @pytest.mark.parametrize("spec", CONSERVED)
+@pytest.mark.draw(1)
 def test_what_arrives_and_what_is_owed_is_what_was_given(spec: str, kind: str, siblings: Siblings) -> None:
     """Where every rank leaves a block out in some steps as well."""
     for outcome in outcomes(kind, *(case["spec"] for case in siblings if case["kind"] == kind)):
@@ -435,6 +436,7 @@ def test_ddp_gathers_no_parameters() -> None:
 
 
 @pytest.mark.parametrize(("kind", "rounding"), [("none", 2e-6), ("fp16", 1e-3)])
+@pytest.mark.draw(1)
 def test_copies_are_averaged_as_over_a_mesh_of_two_dimensions(kind: str, rounding: float) -> None:
     for outcome in outcomes("copies"):
         assert outcome[kind]["off"] <= rounding

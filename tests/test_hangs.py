@@ -29,6 +29,7 @@ def hangs() -> ModuleType:
     return sys.modules[load(f"{ROOT / 'benchmarks' / 'hangs.py'}:run_at_once").__module__]
 
 
+@pytest.mark.turns("trials", 1)
 def test_the_rank_at_fault_is_named_with_its_stack_in_time(hangs: ModuleType) -> None:
     trials = [hangs.Trial.of(kind, seed) for seed in SEEDS for kind in hangs.KINDS]
     assert {str(trial): outcome.wrong for trial, outcome in hangs.run_at_once(trials).items() if outcome.wrong} == {}
@@ -104,6 +105,7 @@ for step in range(4):
 """
 
 
+@pytest.mark.turns("trials", 1)
 def test_gradwire_run_keeps_records_of_a_script_as_it_is(tmp_path: Path) -> None:
     script, records = tmp_path / "script.py", tmp_path / "records"
     script.write_text(SCRIPT)

@@ -255,6 +255,7 @@ def transferred(network: Network, size: int, folder: Path) -> tuple[float, int, 
 @SECONDS
 @pytest.mark.net
 @pytest.mark.parametrize(("mode", "rate"), [("root", "20mbit"), ("root", "100mbit"), ("user", "100mbit")])
+@pytest.mark.draw(1)
 def test_the_rate_is_obeyed_and_the_counters_are_right(mode: Literal["root", "user"], rate: str, tmp_path: Path):
     needs_namespaces(mode)
     size = int(parse_rate(rate) / 8)  # one second
@@ -274,6 +275,7 @@ def test_the_rate_is_obeyed_and_the_counters_are_right(mode: Literal["root", "us
 @SECONDS
 @pytest.mark.net
 @pytest.mark.parametrize("mode", ["root", "user"])
+@pytest.mark.draw(1)
 def test_the_rate_can_change_while_the_network_is_there(mode: Literal["root", "user"], tmp_path: Path):
     needs_namespaces(mode)
     size = 250_000
@@ -303,6 +305,7 @@ def test_a_rate_changes_only_where_there_is_a_link_to_change():
 @SECONDS
 @pytest.mark.net
 @pytest.mark.parametrize("mode", ["root", "user"])
+@pytest.mark.draw(1)
 def test_two_ranks_reduce_on_the_network(mode: Literal["root", "user"]):
     needs_namespaces(mode)
     with Network(2, "100mbit", mode=mode) as network:
@@ -317,6 +320,7 @@ def test_two_ranks_reduce_on_the_network(mode: Literal["root", "user"]):
 @SECONDS
 @pytest.mark.net
 @pytest.mark.parametrize(("mode", "delay"), [("root", "0"), ("user", "100ms")])
+@pytest.mark.draw(1)
 def test_groups_share_the_links_above_them(mode: Literal["root", "user"], delay: str):
     """Three levels: nodes of 2, 1 and 1 hosts, and sites of 2 nodes and 1, between which a delay is."""
     needs_namespaces(mode)
@@ -449,6 +453,7 @@ def test_clean_removes_what_a_killed_creator_left_and_nothing_else():
 @SECONDS
 @pytest.mark.net
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.draw(1)
 def test_a_signal_takes_the_network_down(number: signal.Signals):
     needs_namespaces("user")
     with creator() as (process, tag):

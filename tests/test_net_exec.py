@@ -60,6 +60,7 @@ def script(tmp_path: Path) -> str:
 
 @pytest.mark.draw(1)
 @pytest.mark.parametrize("launcher", [["-m", "torch.distributed.run"], []], ids=["torchrun", "python"])
+@pytest.mark.turns("scripts", 1)
 def test_a_script_of_ddp_runs_as_it_is_on_two_hosts(
     launcher: list[str], script: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,6 +74,7 @@ def test_a_script_of_ddp_runs_as_it_is_on_two_hosts(
     assert all(160 < float(bytes_) < 1000 for of_host in sent for bytes_ in of_host)  # a weight has 160 kB
 
 
+@pytest.mark.turns("scripts", 1)
 def test_the_status_is_that_of_the_host_that_failed(script: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["net", "exec", "--", sys.executable, script, "7"]) == 7
     assert "gradwire: host 1 ended with status 7, and the others were ended" in capfd.readouterr().err

@@ -44,7 +44,7 @@ def without_effect(case: Tried) -> list[str]:
 
 
 @pytest.mark.parametrize("head", TRIED)
-@pytest.mark.draw(12)
+@pytest.mark.draw(6)
 def test_what_an_option_asks_for_happens(head: str) -> None:
     assert [spec for case in TRIED[head] for spec in without_effect(case)] == []
 

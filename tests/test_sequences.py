@@ -82,6 +82,7 @@ def test_float32_is_that_of_one_process_to_rounding(way: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.draw(1)
 def test_bfloat16_is_no_worse_on_a_ring_than_in_one_process(ranks: int) -> None:
     """At most 1.5 times the error of one process, whose sums are float32 too."""
     told = {"cases": [CASE | {"mask": CAUSAL, "length": 128}], "dtype": "bfloat16"}

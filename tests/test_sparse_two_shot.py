@@ -39,6 +39,7 @@ def test_every_shard_sends_its_own_largest() -> None:
 
 
 @pytest.mark.parametrize("codec", [TopK(0.05), Chain(TopK(0.05), BlockInt(8))], ids=repr)
+@pytest.mark.draw(1)
 def test_what_is_left_out_comes_later(codec: TopK | Chain) -> None:
     """All the means of a constant gradient add up to it, less what one drain of the residuals takes."""
     ranks, numel, steps = 4, 400, 400

@@ -67,6 +67,7 @@ def test_shards_are_averaged_as_whole_models_are(method: str, siblings: Siblings
 
 
 @pytest.mark.parametrize("method", ["int8", "sparse"])
+@pytest.mark.turns("one shard", 2)
 def test_a_shard_is_coded_by_itself_and_keeps_what_it_owes(method: str) -> None:
     for outcome in outcomes("coded"):
         found = outcome[method]
@@ -89,6 +90,7 @@ def test_copies_are_equal_whatever_fsdp2_does_within_them(variant: str, siblings
         assert not set(found["still"]) & set(found["trained"])
 
 
+@pytest.mark.turns("one shard", 2)
 def test_what_is_kept_has_the_size_of_a_shard() -> None:
     found = [outcome["sizes"] for outcome in outcomes("others")]
     for one in found:
@@ -101,6 +103,7 @@ def test_what_is_kept_has_the_size_of_a_shard() -> None:
 
 @pytest.mark.parametrize("name", [*CODED, "diloco", "streaming"])
 @pytest.mark.draw(1)
+@pytest.mark.turns("one shard", 2)
 def test_a_run_goes_on_exactly_from_mid_window(name: str, tmp_path: Path) -> None:
     first, again = (run("resumed", folder=str(tmp_path), again=again, name=name) for again in (False, True))
     assert first == again

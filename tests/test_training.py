@@ -173,6 +173,7 @@ def test_codecs_of_all_axes_train_too() -> None:
     ],
     ids=["dense", "experts"],
 )
+@pytest.mark.turns("going on", 1)
 def test_a_training_goes_on_exactly(layout: dict[str, Any], model: dict[str, int], tmp_path: Path) -> None:
     given = tables(layout, **model, dtype="float32")
     told = {"tables": given, "steps": 3, "folder": str(tmp_path), "others": [given], "drop_owed": False}
@@ -325,6 +326,7 @@ def test_what_is_wrong_on_one_rank_is_told_to_all(other: dict[str, Any], told: s
 
 
 # The command ---------------------------------------------------------------------------------------------------------
+@pytest.mark.turns("going on", 1)
 def test_the_command_trains_saves_and_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "two.toml"
     path.write_text("[model]\nlayers = 2\nwidth = 32\n[steps]\ncount = 6\n[dp]\nranks = 2\nmethod = 'int8'\n")

@@ -44,6 +44,7 @@ def outcomes(ranks: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("port", PORTS)
+@pytest.mark.draw(1)
 def test_uneven_batches_give_the_gradient_of_all_samples_at_the_bytes_of_a_mean_and_a_number(
     port: str, ranks: int
 ) -> None:

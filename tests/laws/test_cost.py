@@ -120,7 +120,7 @@ MORE = ("topk:0.1,node=2", "int4,node=2")
 
 
 @pytest.mark.parametrize(("spec", "grains"), [*((s, 2) for s in (*REDUCERS, *MORE)), *((s, 1) for s in MORE)])
-@pytest.mark.draw(16)
+@pytest.mark.draw(8)
 def test_what_is_priced_once_costs_what_all_of_it_does(spec: str, grains: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradwire.drivers.plan.wave_grains", constantly(grains))
     reducer, model = parse(spec), layers(3)
@@ -146,7 +146,7 @@ def unshortened_s(reducer: Reducer, model: list[ParameterSpec], ranks: int, inde
 
 
 @pytest.mark.parametrize("spec", [*REDUCERS, *MORE, "none,exchange=tree"])
-@pytest.mark.draw(4)
+@pytest.mark.draw(2)
 def test_what_is_timed_once_takes_as_long_as_all_of_it_does(spec: str) -> None:
     reducer, model = parse(spec), layers(3)
     ranks = ranks_for(reducer, 6)

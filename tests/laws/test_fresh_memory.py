@@ -61,7 +61,7 @@ STEPS, LATER = 128, 12
 
 
 @pytest.mark.parametrize("spec", KEPT_TOGETHER)
-@pytest.mark.draw(3)
+@pytest.mark.draw(1)
 def test_a_window_takes_no_gradient_of_fresh_memory(spec: str) -> None:
     for taken in run_function(f"{CASES}:synchronised", RANKS, {"spec": spec, "steps": STEPS}, 120):
         # A tensor of a gradient's size takes 0.5 at least, in 16 bits; LAPACK takes 0.17 to 0.28 for factors of dion.

@@ -403,7 +403,7 @@ MISREMEMBERING = [
 
 
 @pytest.mark.parametrize("pair", MISREMEMBERING, ids=lambda pair: repr(pair.reducer))
-@pytest.mark.draw(5)
+@pytest.mark.draw(3)
 def test_memory_that_delivers_something_else_fails(pair: Pair) -> None:
     with pytest.raises(AssertionError, match=r"short by .* (declared|it grows)"):
         check_delivers(pair)

@@ -258,7 +258,7 @@ FED = {spec: r for spec, r in REDUCERS.items() if r.keeps_input}
 
 
 @pytest.mark.parametrize("reducer", FED.values(), ids=FED.keys())
-@pytest.mark.draw(5)
+@pytest.mark.draw(3)
 def test_residuals_stay_bounded(reducer: Reducer) -> None:
     """Over 500 steps of noise around a constant gradient, what is owed levels off.
 

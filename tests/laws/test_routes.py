@@ -334,6 +334,7 @@ def test_what_a_node_owes_contracts(inter: Reducer) -> None:
 
 
 @pytest.mark.parametrize("inter", LOSSY[:3], ids=repr)
+@pytest.mark.draw(1)
 def test_residuals_of_nodes_stay_bounded(inter: Reducer) -> None:
     grain, ranks = flat_grain(1500), 6
     lockstep = Lockstep(ErrorFeedback(Hierarchical(inter, 3)), grain, ranks)

@@ -73,14 +73,14 @@ each_with_memory = pytest.mark.parametrize("reducer", WITH_MEMORY.values(), ids=
 
 
 @each_with_memory
-@pytest.mark.draw(6)
+@pytest.mark.draw(3)
 def test_what_is_remembered_stays_finite(reducer: Reducer) -> None:
     check_stays_finite(reducer, 1.0, ZEROS)
 
 
 @each_with_memory
 @pytest.mark.usefixtures("flushing")
-@pytest.mark.draw(10)
+@pytest.mark.draw(5)
 def test_what_is_remembered_stays_finite_where_subnormal_numbers_are_zero(reducer: Reducer) -> None:
     check_stays_finite(reducer, 1e-36, 40)
 
@@ -97,7 +97,7 @@ def test_orthonormal_momentum_stays_finite(right: Literal["normalised", "orthono
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.draw(12)
+@pytest.mark.draw(6)
 def test_optimizers_stay_finite(name: str, one_rank: None) -> None:
     torch.manual_seed(0)
     model = nn.Linear(40, 40)
