@@ -278,7 +278,7 @@ class AsynchronousOptimizer(UnwaitingOptimizer):
         self._steps = False
         if self._run.is_open:
             self._run.is_open = False
-            self._host.close()  # first: whoever hears that this worker has ended then finds its server lost
+            self._host.close()  # first: a rank that hears that this worker has ended must find its server lost
             self._servers.close()
 
 

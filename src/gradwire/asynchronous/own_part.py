@@ -50,7 +50,7 @@ class OwnPart:
         end_s = time.monotonic() + self._deadline_s
         while missing := self._missing_after(LOOK_S):
             have_left = not self._called(lambda: self._server.clocks.here)
-            self._servers.pause()  # a rank that has ended is found out, whose server ended before it counted as away
+            self._servers.pause()  # raises where a rank has ended: its server ends before the rank counts as away
             if have_left:
                 break  # they call something else: the meeting says so
             if time.monotonic() > end_s:
