@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from drawing import always, covering, seed_of_commit, some
+from drawing import always, covering, one_in, seed_of_commit, some
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -69,12 +69,19 @@ def _drawn(cases: list[pytest.Item], seed: str) -> list[pytest.Item]:
 
 
 def _left_out(seed: int, items: list[pytest.Item]) -> set[str]:
-    """Tests whose turn it is not: of those in a file with the marker `turns` of one name, as many run as it says."""
+    """Tests whose turn it is not.
+
+    Of those in a file with the marker `turns` of one name, as many run as it says. One with `one_draw_in(3)` runs with
+    one seed of three, whatever else is collected.
+    """
     groups: dict[tuple[Path, str, int], dict[str, None]] = defaultdict(dict)
-    for item in items:
-        if (marker := item.get_closest_marker("turns")) and item.get_closest_marker("long") is None:
-            groups[item.path, *marker.args][item.nodeid.partition("[")[0]] = None
     left_out: set[str] = set()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if (marker := item.get_closest_marker("turns")) and item.get_closest_marker("long") is None:
+            groups[item.path, *marker.args][name] = None
+        if (marker := item.get_closest_marker("one_draw_in")) and not one_in(marker.args[0], f"{seed} {name}"):
+            left_out.add(name)
     for (path, name, count), found in groups.items():
         tests = list(found)
         left_out.update(tests)

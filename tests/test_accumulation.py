@@ -138,6 +138,7 @@ def test_a_rank_that_has_gone_is_no_hang() -> None:
     assert run("dead", 2) == ["CommunicationError", "gone"]
 
 
+@pytest.mark.one_draw_in(3)
 def test_the_example_learns_and_exchanges_once_a_step(tmp_path: Path) -> None:
     said = run_two([str(EXAMPLES / "accumulate.py"), "--steps", "20"], tmp_path)
     first, second = said.parameters

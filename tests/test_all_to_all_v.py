@@ -49,11 +49,13 @@ def test_every_row_arrives_whole_at_its_rank(several: list[Sizes], checked: bool
     assert [each.payload_bytes for each in traffic] == [sum(sum(s[rank]) for s in several) for rank in range(3)]
 
 
+@pytest.mark.one_draw_in(3)
 def test_processes_exchange_what_virtual_ranks_do() -> None:
     for rank, found in enumerate(run_function(f"{CASES}:exchanged", 3, {}, 90)):
         assert found == {name: [True, sent(several, rank)] * 2 for name, several in SIZES.items()}
 
 
+@pytest.mark.one_draw_in(3)
 def test_processes_exchange_within_their_sub_groups() -> None:
     sizes = [[1, 2], [0, 3]]
     for rank, found in enumerate(run_function(f"{CASES}:on_an_axis", 4, {}, 90)):

@@ -18,6 +18,7 @@ KERNELS = {
 """A few with what is spelled in LLVM's language: `python tools/arm_kernels.py` compiles all."""
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("module", "name"), KERNELS.items())
 def test_a_kernel_compiles_for_arm(module: str, name: str) -> None:

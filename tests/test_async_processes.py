@@ -108,6 +108,7 @@ def test_a_server_without_snapshots_is_missed() -> None:
             running.wait(DEADLINE_S)
 
 
+@pytest.mark.one_draw_in(2)
 def test_workers_that_fail_are_named() -> None:
     with pytest.raises(CommunicationError, match="no worker is left at push 0 of 5: worker 0 ended with status 3"):
         run(Job(START, ASGD(0.05), async_processes.broken, workers=1, pushes=5), DEADLINE_S)
@@ -191,6 +192,7 @@ def pushes_of(folder: Path, worker: int) -> int:
     return sum(row.worker == worker for row in Journal(copied).rows())
 
 
+@pytest.mark.one_draw_in(2)
 def test_a_snapshot_of_version_0_2_is_gone_on_from(tmp_path: Path) -> None:
     """It lies in the folder itself, and has parameters by their own names."""
     job = Job(START, ASGD(0.05), async_processes.even, workers=1, pushes=12, folder=tmp_path)

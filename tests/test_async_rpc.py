@@ -50,6 +50,7 @@ def require_each_once(found: dict[str, Any], workers: int) -> None:
         assert found["parameters"][name][:workers] == [float(counts[worker]) for worker in range(workers)]
 
 
+@pytest.mark.one_draw_in(3)
 def test_two_servers_and_two_workers_reach_a_target(tmp_path: Path) -> None:
     found = ran(tmp_path, servers=2, workers=2, pushes=100)
     assert min(map(len, found["histories"])) >= 100

@@ -227,6 +227,7 @@ def noisy_loss(rule: ServerRule, staleness: int, pushes: int = 1200) -> float:
     return float(run.server.values.square().mean() / 2)
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize("staleness", [8, 16, 32])
 def test_delay_compensation_converges_where_plain_asgd_diverges(staleness: int) -> None:
     """A convex problem whose squared gradients are its Hessian on average; 2 is the loss at the start."""

@@ -145,6 +145,7 @@ def test_another_secret_is_named_on_both_sides(pool: ThreadPoolExecutor, caplog:
     assert "a peer does not know this run's secret" in caplog.text
 
 
+@pytest.mark.one_draw_in(2)
 def test_a_server_that_begins_anew_is_named(pool: ThreadPoolExecutor) -> None:
     ports = free_ports(2)
     job = replace(JOB, pushes=10**6, patience_s=5.0)

@@ -187,6 +187,7 @@ def stuck_pair() -> Iterator[list["subprocess.Popen[str]"]]:
         rank.communicate()
 
 
+@pytest.mark.one_draw_in(3)
 def test_an_interrupt_ends_a_rank_within_two_seconds_although_its_peer_is_stuck(
     stuck_pair: list["subprocess.Popen[str]"],
 ) -> None:
@@ -205,6 +206,7 @@ def test_an_interrupt_ends_a_rank_within_two_seconds_although_its_peer_is_stuck(
 # Errors -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_draw_in(2)
 def test_a_rank_that_does_not_attach_or_sleeps_past_the_deadline_is_named() -> None:
     first, second, last = run("absent_then_asleep", 3)
     for found in (first, second):
@@ -341,6 +343,7 @@ def test_the_search_finds_what_it_is_for(line: str) -> None:
     assert any(executes(node) for node in ast.walk(ast.parse(line)))
 
 
+@pytest.mark.one_draw_in(2)
 def test_no_source_executes_what_it_reads() -> None:
     found = [
         f"{file.name}:{getattr(node, 'lineno', 0)}: {ast.unparse(node)}"

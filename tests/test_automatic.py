@@ -50,6 +50,7 @@ AGREED = ("choices", "digest", "middle", "report", "account")
 CASES = str(Path(__file__).with_name("automatic_cases.py"))
 
 
+@pytest.mark.one_draw_in(3)
 def test_ranks_choose_alike_adapt_lose_nothing_and_can_be_repeated(tmp_path: Path) -> None:
     """Two real ranks, whose measurements are planted and differ; the link becomes fast in step 25."""
     ranks: list[dict[str, Any]] = run_function(f"{CASES}:chosen", 2, {"folder": str(tmp_path)}, 240)
@@ -191,6 +192,7 @@ def test_of_a_sharded_model_nothing_is_hidden_and_a_shard_is_what_a_rank_keeps()
     assert of_parts.beside(1.0).hidden_s == 0.0 < of_waves.beside(1.0).hidden_s
 
 
+@pytest.mark.one_draw_in(3)
 def test_ranks_of_a_sharded_model_choose_alike_and_can_be_repeated(tmp_path: Path) -> None:
     """As above, under FSDP2, whose ranks never try PowerSGD: it wants whole matrices."""
     ranks: list[dict[str, Any]] = run_function(f"{CASES}:sharded", 2, {"folder": str(tmp_path)}, 240)

@@ -230,6 +230,7 @@ def test_a_method_that_cannot_serve_has_a_sentence_and_the_others_have_figures()
 # The command ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_draw_in(3)
 def test_the_command_starts_ranks_and_writes_what_programs_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,6 +40,7 @@ def test_synthetic_devices_differ_as_the_paper_says(benchmark: Any) -> None:
     assert 0.6 < (means - means.mean(1, keepdim=True)).var() < 1.4
 
 
+@pytest.mark.one_draw_in(3)
 @pytest.mark.parametrize("slow", [0.0, 0.5, 0.9])
 def test_an_exact_share_of_devices_are_stragglers_and_the_same_for_all_methods(benchmark: Any, slow: float) -> None:
     fedprox = benchmark("fedprox")

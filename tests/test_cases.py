@@ -117,6 +117,7 @@ def test_every_figure_has_a_formula_and_says_where_it_was_published(studies: dic
 # Calculators and estimates -----------------------------------------------------------------------------------
 
 
+@pytest.mark.one_draw_in(3)
 def test_a_calculator_begins_with_float32_and_counts_as_cost_does() -> None:
     link = Link(1e-4, 8e-9)
     rows = {name: savings(name, model("gpt2"), 4, link, compute_s=0.5) for name in CALCULATORS}

@@ -98,6 +98,7 @@ def test_a_resharded_folder_is_what_reshard_makes_of_its_states(saved: tuple[Pat
         save_folder.reshard_folder(here, 2)
 
 
+@pytest.mark.one_draw_in(2)
 def test_a_save_that_was_killed_leaves_the_one_before(tmp_path: Path) -> None:
     folders = {at: tmp_path / at for at in ("write_rank", "finish")}
     for at, folder in folders.items():
@@ -110,6 +111,7 @@ def test_a_save_that_was_killed_leaves_the_one_before(tmp_path: Path) -> None:
     assert all("not finished on every rank" in one["said"][0] for one in first)
 
 
+@pytest.mark.one_draw_in(3)
 def test_every_fault_is_told_to_every_rank_and_changes_nothing(tmp_path: Path) -> None:
     one, other = run("faults", 2, folder=str(tmp_path))
     for told in (one, other):

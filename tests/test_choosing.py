@@ -105,6 +105,7 @@ def test_boundaries_are_where_the_choice_changes() -> None:
         assert take == (None if name == "none" else name)
 
 
+@pytest.mark.one_draw_in(3)
 def test_times_grow_with_the_model_beyond_what_is_planned() -> None:
     cases = [Case(rate=1e9, parameters=n, step_s=1.0) for n in (10**8, 10**10, 10**11)]
     small, _, large = (choose(case).forecasts[0].sending_s for case in cases)
@@ -193,6 +194,7 @@ def test_buckets_of_a_model_that_is_given_are_not_joined() -> None:
     assert given.hidden_s == pytest.approx(by_size.hidden_s, rel=1e-6)
 
 
+@pytest.mark.one_draw_in(2)
 def test_a_large_model_is_planned_whole() -> None:
     """Its waves have several grains, so that messages are fewer than ten models of a tenth have."""
     model = square_matrices(1_300_000_000)

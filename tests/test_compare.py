@@ -475,6 +475,7 @@ def test_a_comparison_from_end_to_end(toy: str, tmp_path: Path, capsys: pytest.C
     assert "torch.powersgd:1" in capsys.readouterr().out
 
 
+@pytest.mark.one_draw_in(3)
 def test_auto_is_compared_and_its_row_says_what_it_chose(toy: str, tmp_path: Path):
     out = tmp_path / "out"
     argv = ["compare", "--task", "gradwire_toy:task", "--hosts", "2", "--steps", "14", "--network", "paced"]

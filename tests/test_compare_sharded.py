@@ -123,6 +123,7 @@ def values(run: Run) -> list[float]:
     return [evaluation.value for evaluation in run.evaluations]
 
 
+@pytest.mark.one_draw_in(3)
 def test_shards_train_as_replicas_do_and_predict_what_they_send(task: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = CompareOptions(task, METHODS, "fsdp2", hosts=2, rate="1gbit", steps=10, out=out)

@@ -100,6 +100,7 @@ def test_many_steps_end_with_equal_parameters(
     assert len({r["digest"] for r in results}) == 1
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("spec", RESUMED)
 @pytest.mark.one_of("ranks")

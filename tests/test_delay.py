@@ -122,6 +122,7 @@ else:
 # What is asked for is what there is --------------------------------------------------------------------------
 
 
+@pytest.mark.one_draw_in(2)
 @SECONDS
 @pytest.mark.net
 @pytest.mark.parametrize(("mode", "delay"), [("root", "50ms"), ("user", "50ms"), ("user", "10ms")])
@@ -135,6 +136,7 @@ def test_a_round_trip_takes_the_delay_within_5_percent(mode: Literal["root", "us
     assert 0.95 * asked_s < medians[-1] < 1.05 * asked_s
 
 
+@pytest.mark.one_draw_in(3)
 @SECONDS
 @pytest.mark.net
 def test_a_bulk_transfer_over_a_delay_has_the_rate_and_the_line_tells_what_it_costs(tmp_path: Path):
@@ -152,6 +154,7 @@ def test_a_bulk_transfer_over_a_delay_has_the_rate_and_the_line_tells_what_it_co
     assert 0.02 < uses[-1].cpu_s < 3  # it takes 3.5 seconds; most of a processor is left to the ranks
 
 
+@pytest.mark.one_draw_in(3)
 @SECONDS
 @pytest.mark.net
 def test_single_frames_get_lost_at_the_rate_asked_for(tmp_path: Path):

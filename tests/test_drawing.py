@@ -66,8 +66,12 @@ def test_third_save(): ...
 @pytest.mark.long
 @pytest.mark.turns("saves", 1)
 def test_long_save(): ...
+
+@pytest.mark.one_draw_in(2)
+@pytest.mark.parametrize("number", range(2))
+def test_now_and_then(number): ...
 """
-MARKERS = "[pytest]\nmarkers =\n    long: x\n    draw(count): x\n    turns(name, count): x\n"
+MARKERS = "[pytest]\nmarkers =\n    long: x\n    draw(count): x\n    turns(name, count): x\n    one_draw_in(count): x\n"
 
 
 def ids(folder: Path, *arguments: str) -> tuple[list[str], str]:
@@ -93,7 +97,7 @@ def of(found: list[str], test: str) -> list[str]:
 
 def test_the_short_command_draws_and_the_whole_one_leaves_nothing_out(project: Path) -> None:
     every, out = ids(project)
-    assert len(every) == 15 + 5 + 5 + 2 + 1 + 5
+    assert len(every) == 15 + 5 + 5 + 2 + 1 + 5 + 2
     assert "drawn" not in out
     drawn, _ = ids(project, "--cases", "drawn", "--seed", "7")
     assert drawn == ids(project, "--cases", "drawn", "--seed", "7")[0]
@@ -105,6 +109,7 @@ def test_the_short_command_draws_and_the_whole_one_leaves_nothing_out(project: P
     saves = [{line.partition("[")[0] for line in found if "_save" in line} for found in (drawn, *others)]
     assert [len(tests) for tests in saves] == [1, 1, 1]
     assert len(set[str]().union(*saves)) > 1, "other seeds have other turns"
+    assert {len(of(found, "test_now_and_then")) for found in (drawn, *others)} == {0, 2}
     assert not any("test_long_save" in test for tests in saves for test in tests)
 
 

@@ -32,6 +32,7 @@ def test_ranks_on_processors_alike_do_not_drift() -> None:
         assert rank == {"drifts": [], "left": None, "stopped": "", "done": 13}
 
 
+@pytest.mark.one_draw_in(3)
 def test_ranks_on_processors_unlike_drift_and_are_repaired() -> None:
     for rank in run(UNLIKE, "repair", micro=2):
         assert [text.split(";")[0] for text in rank["drifts"]] == [f"{FIRST} {step}" for step in (4, 8, 12)]

@@ -927,6 +927,7 @@ def test_who_is_asked_to_leave_does(crew: Crew, tmp_path: Path) -> None:
         worker.close()
 
 
+@pytest.mark.one_draw_in(2)
 def test_a_run_whose_store_is_gone_says_so() -> None:
     with Crew(1) as crew:
         worker = crew.start(0, run="run", name="w0", samples=10**9)

@@ -44,7 +44,6 @@ def test_workers_that_are_stopped_anywhere_never_differ(seed: int) -> None:
     assert sum(ends.values()) == 3
 
 
-@pytest.mark.slow
 @pytest.mark.draw(1)
 @pytest.mark.parametrize("first", range(0, 100, 20))
 def test_a_hundred_runs_never_fork(first: int) -> None:
@@ -71,6 +70,7 @@ def test_a_worker_that_is_stopped_until_all_is_over_finishes_alike_or_is_refused
         assert stopped.result in (None, other.result)
 
 
+@pytest.mark.one_draw_in(2)
 def test_who_was_away_for_long_is_handed_the_newest_copy() -> None:
     run = VirtualRun(3, 3, 400, [Pause(0, 80, 2 * LOST_AFTER_S)]).play()
     assert len({player.result for player in run.players}) == 1
@@ -86,6 +86,7 @@ def test_where_the_newest_copy_is_lost_nobody_goes_on_from_an_older_one() -> Non
     assert f"state_dict() is of window {max(stopped.windows)}" in str(stopped.error)
 
 
+@pytest.mark.one_draw_in(2)
 def test_who_comes_back_does_not_make_the_others_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is at hand, though they have not looked for it since: they void no round after the other because of it."""
     monkeypatch.setattr(elastic_schedule, "LOST_AFTER_S", 10.0)
@@ -192,7 +193,6 @@ def test_processes_that_are_stopped_never_differ(stop: Stop, crew: Crew) -> None
     assert found.finished + found.refused >= 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 40, 10))
 @pytest.mark.long
 def test_processes_that_are_stopped_by_a_seed_never_differ(first: int, crew: Crew) -> None:
@@ -200,6 +200,7 @@ def test_processes_that_are_stopped_by_a_seed_never_differ(first: int, crew: Cre
         stopped_run_of(crew, f"seed {seed}", stop_of(seed, 3, 3.0), 3, PLAN)
 
 
+@pytest.mark.one_draw_in(2)
 def test_a_finished_run_is_not_forked_by_who_was_stopped(crew: Crew) -> None:
     """One of two is stopped in the middle, and continued after the other one has finished."""
     plan = {"run": "forked", "samples": 8_000, "options": {"begin_with": 2, "lost_after_s": 1.0}, "pause_s": 0.01}

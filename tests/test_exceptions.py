@@ -108,6 +108,7 @@ def test_the_others_are_told_by_the_next_step(port: str, point: str, who: int, o
             assert found["kept"], "what it owes has changed"
 
 
+@pytest.mark.one_draw_in(3)
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(("port", "point"), [(port, point) for port, points in GO_ON.items() for point in points])
 def test_a_rank_that_has_begun_nothing_goes_on_in_step(port: str, point: str, who: int, outcomes: Outcomes) -> None:
@@ -133,6 +134,7 @@ def left_alike() -> list[dict[str, dict[str, Any]]]:
     return run_function(f"{CASES}:cells", 2, given, 120)
 
 
+@pytest.mark.one_draw_in(3)
 def test_a_rank_of_fsdp2_makes_no_step_with_those_that_wait_in_a_gather() -> None:
     """FSDP2 alone ends that wait; meanwhile nothing is gathered for another pass."""
     given = {"port": "OfFSDP2", "cells": [("forward", 1)]}

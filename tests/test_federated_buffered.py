@@ -118,6 +118,7 @@ def test_nobody_trains_twice_at_once() -> None:
         BufferedSimulation(buffered, quadratics(), concurrency=11)
 
 
+@pytest.mark.one_draw_in(3)
 @pytest.mark.parametrize("settings", [{}, {"method": FedNova(), "update": "int8"}, {"optimizer": FedAvgM(0.3, 0.5)}])
 def test_runs_are_repeatable_and_come_near_the_mean(settings: dict[str, Any]) -> None:
     def run() -> Tensor:

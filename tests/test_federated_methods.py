@@ -119,6 +119,7 @@ def check_closed_form(method: FederatedMethod, closed: Callable[[], Closed]) -> 
 METHODS: tuple[FederatedMethod, ...] = (FedAvg(), FedProx(MU), FedNova(), Scaffold())
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
 def test_quadratic_clients_converge_to_the_closed_form(method: FederatedMethod) -> None:
     check_closed_form(method, CLOSED[type(method)])

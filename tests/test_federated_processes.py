@@ -39,6 +39,7 @@ def troubled() -> tuple[nn.Module, Federation]:
     return Point(), Federation(CLIENTS, client)
 
 
+@pytest.mark.one_draw_in(2)
 def test_results_are_those_of_one_process_bit_for_bit() -> None:
     settings: dict[str, Any] = {"method": Scaffold(), "update": "topk:0.1", "broadcast": "int4"}
     here, there = on_classifier(**settings), on_classifier(**settings)
@@ -76,6 +77,7 @@ def fails() -> tuple[nn.Module, Federation]:
     raise FileNotFoundError("data of client 3")
 
 
+@pytest.mark.one_draw_in(2)
 def test_workers_that_cannot_be_made_are_told_of() -> None:
     simulation = on_classifier()
     simulation.engine = Processes(fails, workers=1)

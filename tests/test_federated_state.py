@@ -123,6 +123,7 @@ def test_training_learns() -> None:
     assert losses[-1] < 0.6 * losses[0]
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize("settings", [{}, {"method": FedNova(), "update": "qsgd:15"}], ids=["dense", "qsgd"])
 def test_memory_does_not_depend_on_the_size_of_the_federation(settings: dict[str, Any]) -> None:
     def peak(clients: int) -> int:

@@ -143,6 +143,7 @@ def test_what_arrives_and_what_is_owed_is_what_was_given(spec: str, kind: str, s
         assert found["off"] <= rounding
 
 
+@pytest.mark.one_draw_in(2)
 def test_a_factor_that_gloo_cannot_multiply_by_is_served() -> None:
     """FSDP2 alone asks for `set_force_sum_reduction_for_comms` there."""
     for outcome in outcomes("others"):

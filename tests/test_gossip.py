@@ -298,6 +298,7 @@ def test_mixing_compressed_models_without_memory_does_not(spec: str, gamma: floa
     assert apart(list(xs)) > 1e-3
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize(("spec", "gamma"), [("topk:0.1", 0.2), ("int4", 1.0)])
 def test_choco_trains_quadratics_to_their_mean(spec: str, gamma: float) -> None:
     """Of f_i = |x - c_i|^2 / 2 the mean follows gradient descent on the mean exactly, and ranks stay near it."""
@@ -322,6 +323,7 @@ def test_what_ranks_know_of_each_other_adds_up() -> None:
         torch.testing.assert_close(kept, matrix @ hats - hats, rtol=0, atol=1e-13)
 
 
+@pytest.mark.one_draw_in(3)
 def test_rounding_of_what_ranks_know_does_not_move_the_mean() -> None:
     """The sum of neighbours' x_hat is as large as the model; d, which is kept, as small as the differences."""
     generator = torch.Generator().manual_seed(0)
@@ -551,6 +553,7 @@ def run(case: str) -> list[Any]:
     return run_function(f"{CASES}:{case}", 3, {}, 120)
 
 
+@pytest.mark.one_draw_in(3)
 @pytest.mark.parametrize("method", ["dpsgd", "sgp", "one-peer"])
 def test_ranks_do_what_the_papers_say(method: str) -> None:
     assert all(found[method] < 1e-13 for found in run("by_hand"))
@@ -567,6 +570,7 @@ def test_compressed_gossip_keeps_the_mean_and_ends_in_one_model() -> None:
     assert len({digest for found in (first, *others) for digest in found["digests"]}) == 1
 
 
+@pytest.mark.one_draw_in(2)
 def test_a_run_goes_on_exactly_between_two_rounds(tmp_path: Path) -> None:
     everywhere = run_function(f"{CASES}:resumed", 3, {"folder": str(tmp_path)}, 240)
     for method in everywhere[0]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 from pathlib import Path
 import torch
@@ -28,6 +30,7 @@ print(threads())
 """
 
 
+@pytest.mark.one_draw_in(2)
 def test_threads_of_a_group_end_with_it() -> None:
     said = subprocess.run([sys.executable, "-c", SCRIPT], check=True, capture_output=True, text=True, timeout=120)
     assert said.stdout == "2 0\n"

@@ -51,6 +51,7 @@ def test_sigterm_ends_a_rank_inside_of_c_code_and_leaves_its_record(how: str, fu
     assert function in " ".join(record.threads[0].frames)
 
 
+@pytest.mark.one_draw_in(2)
 def test_a_rank_that_sleeps_answers_who_asks_from_another_terminal(tmp_path: Path) -> None:
     told = alone("asked", tmp_path)
     assert told["status"] == 0

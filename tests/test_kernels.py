@@ -610,6 +610,7 @@ def in_child(code: str, **environment: str) -> str:
     return result.stdout
 
 
+@pytest.mark.one_draw_in(3)
 def test_numba_is_imported_at_first_use_and_not_if_unwanted() -> None:
     code = (
         "import sys, torch; from gradwire import kernels; print('numba' in sys.modules); "

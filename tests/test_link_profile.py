@@ -176,6 +176,7 @@ def test_a_damaged_file_is_refused(old: str, new: str, counted: Counted, tmp_pat
         LinkProfile.from_text(text.replace(old, new))
 
 
+@pytest.mark.one_draw_in(3)
 def test_a_session_reads_the_file_that_the_environment_names(tmp_path: Path) -> None:
     """In a group of two of three ranks, which has a file of its own beside that of all."""
     file = tmp_path / "links.json"

@@ -59,6 +59,7 @@ def on_rank(rank: int, world_size: int) -> dict[str, list[int]]:
     return {name: dist.get_process_group_ranks(made[name].get_group()) for name in ("pp", "dp", "tp")}
 
 
+@pytest.mark.one_draw_in(2)
 def test_ranks_meet_on_each_axis() -> None:
     found = run_function(f"{__file__}:on_rank", 4, {}, 120)
     assert found[2] == {"pp": [0, 2], "dp": [2], "tp": [2, 3]}

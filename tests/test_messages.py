@@ -27,6 +27,7 @@ NEW = OLD.replace('raise ValueError("there are too', 'raise ValueError("there ar
 )
 
 
+@pytest.mark.one_draw_in(2)
 def test_two_versions_are_compared_by_what_they_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, source in (("old", OLD), ("new", NEW), ("less", NEW.replace('"no link"', "text"))):
         (tmp_path / name / "src").mkdir(parents=True)

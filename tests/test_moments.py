@@ -37,6 +37,7 @@ def longest_steps() -> list[list[dict[str, float]]]:
     return run_function(f"{CASES}:several", RANKS, {"jobs": jobs}, 240)
 
 
+@pytest.mark.one_draw_in(3)
 @pytest.mark.parametrize(("model", "optimizer", "way"), CASE_NAMES)
 def test_no_step_is_longer_than_gradients_alone_could_make_it(model: str, optimizer: str, way: str) -> None:
     """An element moves by |m| / sqrt(v) <= 7.3 learning rates at most, and by 10 with Nesterov's momentum."""

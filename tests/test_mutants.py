@@ -10,6 +10,7 @@ import mutants
 from mutant_tests import EQUIVALENT, FILES, LEFT_OUT
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize("file", FILES)
 def test_every_mutant_is_another_program(file: str) -> None:
     source = (mutants.ROOT / mutants.SOURCE / file).read_bytes()

@@ -337,6 +337,7 @@ def test_groups_share_the_links_above_them(mode: Literal["root", "user"], delay:
     assert all(seconds > 0.97 * least for seconds, least in zip(found["seconds"], least_s, strict=True))
 
 
+@pytest.mark.one_draw_in(2)
 @SECONDS
 def test_two_ranks_reduce_on_paced_sockets():
     with Network(2, "100mbit", mode="paced") as network:
@@ -520,6 +521,7 @@ def waits_for_nobody(rank: int, world_size: int) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
+@pytest.mark.one_draw_in(3)
 @SECONDS
 def test_the_deadline_shows_where_each_rank_stood():
     """Ten seconds, and no time to load torch, which ranks have done before."""
@@ -548,6 +550,7 @@ def test_what_a_rank_forks_ends_by_sigterm():
     assert run_function(f"{HERE}:terminates_children", 1, {}, 120) == [[-signal.SIGTERM] * 10 + [0]]
 
 
+@pytest.mark.one_draw_in(3)
 @SECONDS
 def test_a_warm_process_that_is_closed_ends_what_it_has_forked(tmp_path: Path):
     warm = WarmProcess(["gradwire.ranks.rank_main:prepare"], tmp_path / "host.log")

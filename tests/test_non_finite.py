@@ -32,6 +32,7 @@ def runs() -> dict[tuple[str, str, str], list[dict[str, Any]]]:
     return {case: [rank[number] for rank in ranks] for number, case in enumerate(cases)}
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize("case", SKIPPING, ids=" ".join)
 def test_a_step_that_is_skipped_leaves_everything_as_it_was(case: tuple[str, str, str]) -> None:
     found = runs()[case]

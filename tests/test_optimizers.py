@@ -53,6 +53,7 @@ def test_all_ranks_have_the_same_parameters_bit_for_bit(name: str, ranks: int) -
     assert found[0]["digest"] != digest(model())
 
 
+@pytest.mark.one_draw_in(3)
 @each
 def test_so_have_ranks_on_different_processors(name: str) -> None:
     assert len({rank[name]["digest"] for rank in on_different_processors()}) == 1
@@ -64,6 +65,7 @@ def test_without_loss_n_ranks_are_one_process_on_the_mean(name: str, ranks: int)
     assert all(rank[name] < 1e-4 for rank in run("by_mean", ranks))
 
 
+@pytest.mark.one_draw_in(2)
 @each_size
 @each
 def test_a_resume_is_bit_equal(name: str, ranks: int) -> None:
@@ -79,6 +81,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(name: str) -> Non
     assert found == [[True, True, found[0][2], STEPS - 2]] * 3
 
 
+@pytest.mark.one_draw_in(2)
 @each_size
 @each
 def test_scalers_that_skip_on_one_rank_skip_on_all_and_a_resume_is_bit_equal(name: str, ranks: int) -> None:

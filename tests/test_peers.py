@@ -471,6 +471,7 @@ def test_a_peer_that_falls_silent_is_lost(caplog: pytest.LogCaptureFixture) -> N
     assert "peer 3 was silent for" in caplog.text
 
 
+@pytest.mark.one_draw_in(2)
 def test_who_computes_gives_signs_of_life() -> None:
     """Both a peer between a request and its wait, or between two requests, and a server that keeps a request."""
     with serving(SocketServer(Doubler(), TCP, SECRET, silent_s=SILENT_S)) as server:

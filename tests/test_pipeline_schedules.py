@@ -52,6 +52,7 @@ def works_of_pytorch(name: str, ranks: int, micro_batches: int, parts: int) -> l
     return found
 
 
+@pytest.mark.one_draw_in(3)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
 def test_the_order_of_1f1b_is_that_of_pytorch(ranks: int) -> None:
     for micro_batches in range(1, 3 * ranks + 2):

@@ -122,10 +122,11 @@ def test_missing_ranks_are_said() -> None:
 # Clocks -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_planted_skew_and_drift_are_found_to_a_millisecond(tmp_path: Path) -> None:
+def test_a_planted_skew_and_drift_are_found_to_half_a_round_trip(tmp_path: Path) -> None:
     found = run("clocks", 3, folder=str(tmp_path), skew_s=7200.0, drift=2e-3)
-    errors = [abs(error_s - found[0][0]) for error_s, _ in found]
-    assert max(errors) < 1e-3, found
+    rounding = 1e-5
+    assert all(abs(error_s) <= trip_s / 2 + rounding for error_s, trip_s in found), found
+    assert min(trip_s for _, trip_s in found[1:]) < 4e-3, "a drift of 8 ms must be more than the error"
 
 
 def test_records_move_to_the_common_clock() -> None:
@@ -267,6 +268,7 @@ def test_a_rank_that_computes_longer_is_named(tmp_path: Path, method: str | None
     assert_nested(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
 
 
+@pytest.mark.one_draw_in(2)
 def test_what_fsdp2_itself_waits_for_is_told_apart_from_its_passes(tmp_path: Path) -> None:
     found = run("sharded", 2, folder=str(tmp_path), sleeps_s=[0.0, 0.1])[0]
     for method in ("plain", "int4"):

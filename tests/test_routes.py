@@ -20,6 +20,7 @@ RULES = ["krum:0", "rfa"]
 NUMELS = [0, 1, 7, 300_001]
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize(("ranks", "specs"), [(3, SPECS), (4, SPECS + NODES), (4, RULES)])
 def test_processes_have_the_mean_of_virtual_ranks(ranks: int, specs: list[str]) -> None:
     """Sums run in one order whatever carries the messages."""

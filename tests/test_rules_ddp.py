@@ -28,6 +28,7 @@ def outcomes() -> list[dict[str, Any]]:
     return run_function(f"{CASES}:many", 3, {"specs": SPECS}, 120)
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize("spec", SPECS)
 def test_real_ranks_do_what_virtual_ranks_do(spec: str) -> None:
     for outcome in outcomes():

@@ -24,6 +24,7 @@ EXAMPLE = str(EXAMPLES / "train_ddp.py")
 RUN = ["-m", "gradwire", "run", "--method", "int4"]
 
 
+@pytest.mark.one_draw_in(3)
 def test_an_unchanged_script_sends_little_and_resumes_exactly(tmp_path: Path) -> None:
     whole = run_two([*RUN, EXAMPLE, "--folder", str(tmp_path)], tmp_path / "whole")
     assert len(whole.parameters) == 2

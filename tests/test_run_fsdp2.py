@@ -76,6 +76,7 @@ def test_every_way_to_save_is_one_to_resume_exactly(way: str, resumed: list[dict
     )
 
 
+@pytest.mark.one_draw_in(3)
 def test_another_number_of_ranks_owes_the_same_mean(tmp_path: Path) -> None:
     saved = run("owed_when_saved", 2, tmp_path)[0]
     found = run("owed_by_others", 3, tmp_path)
@@ -124,6 +125,7 @@ def test_a_checkpoint_that_states_cannot_go_with_is_told_of_once(
 # Which models, and when -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_draw_in(2)
 def test_models_are_attached_to_by_their_roots_and_gather_in_a_codec(tmp_path: Path) -> None:
     first, _ = run("named", 2, tmp_path)
     assert first["quiet"], "a pass without gradients attaches nothing"

@@ -31,6 +31,7 @@ def one_rank() -> Iterator[None]:
 SPECS = ["int4", "powersgd:2", "adaptive_threshold:0.05"]
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_handle_refuses_every_damage_and_changes_nothing(spec: str) -> None:
     ddp = four_buckets(mlp())

@@ -67,6 +67,7 @@ def test_positions_in_eight_bits_are_what_every_rank_multiplies() -> None:
     assert max(run_function(f"{CASES}:through_codec", 4, told, 120)) < 1e-4
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize(
     ("dtype", "codec", "length"),
     [("float32", None, 26), ("float64", None, 24), ("bfloat16", None, 3), ("bfloat16", "int8:128", 26)],
@@ -93,6 +94,7 @@ def test_a_block_under_sequence_parallelism_is_that_of_one_process(ranks: int, o
     assert max(run_function(f"{CASES}:recipe", ranks, {"overlapped": overlapped}, 120)) < 1e-12
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize("way", ["gathered", "scattered"])
 @pytest.mark.parametrize(
     ("fault", "of_the_others", "of_the_one"),

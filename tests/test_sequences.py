@@ -97,6 +97,7 @@ def test_keys_and_values_in_eight_bits_are_what_every_rank_attends_to() -> None:
         assert max(errors) < 1e-5
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize(
     ("codec", "dtype"),
     [(None, "float32"), (None, "bfloat16"), (None, "float64"), ("int8:64", "bfloat16"), ("int8:128", "bfloat16")],
@@ -133,6 +134,7 @@ def test_ulysses_sends_what_its_docstring_says(heads: int, key_heads: int) -> No
         assert (forward, backward) == (4 * batch * there + 48 * (ranks - 1), 4 * batch * back)
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize(
     ("mask", "dropout"), [({}, None), (CAUSAL, None), (CAUSAL, 0.2), ({"causal": True, "lengths": (30, 18)}, None)]
 )
@@ -169,6 +171,7 @@ def test_ulysses_refuses_dropout_beside_an_attention_that_has_its_own() -> None:
         ulysses_attention(x, x, x, axis, Contiguous(4, 1), lambda q, k, v: v, dropout=AttentionDropout(0.1))
 
 
+@pytest.mark.one_draw_in(3)
 @pytest.mark.parametrize("way", ["ring", "ulysses"])
 @pytest.mark.parametrize(
     ("fault", "of_one", "of_the_other"),

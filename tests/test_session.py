@@ -41,6 +41,7 @@ def alike(ranks: int) -> list[dict[str, list[dict[str, Any]]]]:
     return run("alike", ranks, specs=[*SPECS, PRIVATE])
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_plain_loop_gives_the_parameters_that_attach_does(spec: str, ranks: int) -> None:
@@ -62,6 +63,7 @@ def test_a_plain_loop_spends_the_privacy_that_attach_does(ranks: int) -> None:
         assert epsilon(noise=1.0, steps=loop["steps"], delta=1e-5) == epsilon(noise=1.0, steps=6, delta=1e-5) > 1
 
 
+@pytest.mark.one_draw_in(2)
 def test_a_session_is_saved_and_loaded_as_a_handle_is(tmp_path: Path) -> None:
     for whole, broken in run("saved_and_loaded", 2, folder=str(tmp_path)):
         assert whole == broken

@@ -127,6 +127,7 @@ def test_the_method_does_not_change_while_an_average_is_under_way(one_rank: None
         assert optimizer.report().method == "int4"
 
 
+@pytest.mark.one_draw_in(2)
 @RANKS
 @pytest.mark.parametrize("method", [*METHODS, *SCHEDULES])
 def test_global_copies_have_the_same_bits_on_all_ranks(method: str, ranks: int) -> None:
@@ -144,6 +145,7 @@ def on_different_processors() -> list[dict[str, list[str]]]:
     return run_function(f"{CASES}:equal_copies", 2, {}, 240, environments=[{}, PLAIN])
 
 
+@pytest.mark.one_draw_in(3)
 @pytest.mark.parametrize("method", [*METHODS, *SCHEDULES])
 def test_global_copies_have_the_same_bits_on_different_processors(method: str) -> None:
     first, second = (found[method] for found in on_different_processors())
@@ -160,6 +162,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("sync"))
 
 
+@pytest.mark.one_draw_in(3)
 @RANKS
 @pytest.mark.parametrize("method", [*METHODS, *SCHEDULES])
 def test_a_run_goes_on_exactly_from_mid_window_under_a_scaler(method: str, ranks: int, folder: str) -> None:
@@ -257,6 +260,7 @@ def test_ddp_within_sites_and_averages_between_them_go_together() -> None:
     assert all(found["moved"] > 1e-2 for found in run("sites", 4))
 
 
+@pytest.mark.one_draw_in(2)
 def test_a_hierarchy_over_a_mesh_is_that_made_by_hand_and_resumes_exactly() -> None:
     ranks = run("over_a_mesh", 4)
     assert all(found["whole"] == found["broken"] == found["by_hand"] for found in ranks)

@@ -165,10 +165,12 @@ def in_child(code: str, **environment: str) -> None:
     assert not ended.returncode, ended.stdout + ended.stderr
 
 
+@pytest.mark.one_draw_in(2)
 def test_fewer_threads_than_asked_for_do_it_all() -> None:
     in_child(ENCODES, OMP_THREAD_LIMIT="1")
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform cannot fork")
 def test_a_forked_child_does_not_wait_for_threads_it_has_not() -> None:
     in_child(FORKS)

@@ -344,6 +344,7 @@ def test_the_command_refuses_files_of_several_ranks_without_them(capsys: pytest.
     assert "start the command by torchrun" in capsys.readouterr().err
 
 
+@pytest.mark.one_draw_in(3)
 def test_ranks_of_the_command_find_out_who_is_near_whom(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gradwire", "topology", "--cache", str(tmp_path / "links.json")]
     meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}

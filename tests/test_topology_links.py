@@ -81,6 +81,7 @@ def on_ranks(nodes: Sequence[str], case: str = "links", **arguments: Any) -> lis
     return run_function(f"{CASES}:{case}", len(nodes), arguments, 120, environments=environments)
 
 
+@pytest.mark.one_draw_in(3)
 def test_processes_find_their_nodes_and_links_and_keep_them_for_the_same_hosts(tmp_path: Path) -> None:
     cache = str(tmp_path / "kept" / "links.json")
     first = on_ranks("aab", cache=cache)

@@ -224,6 +224,7 @@ def test_another_model_is_refused_with_its_key(tmp_path: Path) -> None:
         run_function(f"{CASES}:resumed", 1, told, 120)
 
 
+@pytest.mark.one_draw_in(2)
 def test_another_method_goes_on_from_what_owes_nothing(tmp_path: Path) -> None:
     exact, rough, other = (tables({"dp": {"ranks": 2, "method": each}}) for each in ("none", "int4", "topk:0.1"))
     told = {"tables": exact, "steps": 2, "folder": str(tmp_path / "exact"), "drop_owed": False, "others": [rough]}
@@ -308,6 +309,7 @@ def test_another_number_of_ranks_is_refused() -> None:
         configuration_of({"dp": {"ranks": 2}, "tp": {"ranks": 2}}).require_ranks(6)
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize(
     ("other", "told"),
     [

@@ -39,6 +39,7 @@ def in_child(arguments: Sequence[str], **environment: str) -> str:
     return result.stdout
 
 
+@pytest.mark.one_draw_in(3)
 def test_kernels_compute_what_the_reference_does(pytestconfig: pytest.Config) -> None:
     options = pytestconfig.option
     draw = ["--cases", options.cases, *(["--seed", str(options.seed)] if options.cases == "drawn" else [])]
@@ -117,6 +118,7 @@ def test_missing_triton_is_told_once_and_only_for_large_tensors(monkeypatch: pyt
     assert kernel.on(gpu, huge) is kernel.reference
 
 
+@pytest.mark.one_draw_in(2)
 def test_triton_is_imported_at_first_use_and_not_if_unwanted() -> None:
     code = (
         "import sys, torch; from gradwire.kernels.dispatch import KERNELS; print('triton' in sys.modules); "

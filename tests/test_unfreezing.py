@@ -40,6 +40,7 @@ def require_equal(first: dict[str, Any], second: dict[str, Any]) -> None:
     assert first == second
 
 
+@pytest.mark.one_draw_in(2)
 @EACH
 def test_a_layer_that_is_unfrozen_is_refused_by_name_or_trained_alike(name: str) -> None:
     first, second = (end[name] for end in ends("unfrozen"))
@@ -54,6 +55,7 @@ def test_a_layer_that_is_unfrozen_is_refused_by_name_or_trained_alike(name: str)
     assert waits_for_nobody or first == second
 
 
+@pytest.mark.one_draw_in(3)
 @EACH
 def test_a_layer_that_is_frozen_leaves_ranks_equal_or_is_refused(name: str) -> None:
     first, second = (end[name] for end in ends("frozen"))
@@ -66,6 +68,7 @@ def test_a_layer_that_is_frozen_leaves_ranks_equal_or_is_refused(name: str) -> N
         require_equal(first, second)
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(BY_NAME)])
 def test_a_layer_that_is_replaced_is_refused_by_name_or_leaves_ranks_equal(name: str) -> None:
     first, second = (end[name] for end in ends("replaced"))
@@ -77,6 +80,7 @@ def test_a_layer_that_is_replaced_is_refused_by_name_or_leaves_ranks_equal(name:
         assert found["text"].startswith("'4.weight' is another tensor than when")
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize("name", OWN_STEP)
 def test_a_refused_step_changes_nothing(name: str) -> None:
     (undisturbed, disturbed), second = (end[name] for end in ends("refused"))

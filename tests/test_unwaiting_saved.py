@@ -76,6 +76,7 @@ def test_no_rank_waits_for_ever_and_all_have_one_version_after_each_save(by: str
     assert first == sorted(set(first))
 
 
+@pytest.mark.one_draw_in(2)
 def test_ranks_that_wait_for_all_make_the_same_steps_after_a_resume(tmp_path: Path) -> None:
     folder = str(tmp_path)
     whole = on_ranks("whole_numbers", folder=folder, calls="", begin=0)
@@ -105,6 +106,7 @@ def test_one_rank_makes_the_same_steps_after_a_resume(tmp_path: Path) -> None:
     assert all(map(torch.equal, whole[4:], resumed))
 
 
+@pytest.mark.one_draw_in(2)
 def test_other_settings_models_and_numbers_of_ranks_are_refused_by_name(tmp_path: Path) -> None:
     here = {"rule": "ASGD(lr=0.25", "pace": "Bounded(staleness=2)", "length": "Fixed(steps=2)", "seed": "1"}
     for said in on_ranks("others_load", folder=str(tmp_path)):

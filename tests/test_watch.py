@@ -345,6 +345,7 @@ def test_the_address_of_the_page_is_printed_and_an_interrupt_ends_it(
 # Real ranks -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_draw_in(2)
 def test_a_run_of_two_ranks_is_followed_from_its_beginning_to_its_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,15 @@ def some(cases: Sequence[object], count: int, seed: str) -> list[int]:
     return sorted(random.Random(seed).sample(range(len(cases)), min(count, len(cases))))
 
 
+def one_in(count: int, seed: str) -> bool:
+    """Whether a test runs that does so with one seed of `count`.
+
+    >>> sum(one_in(3, f"{seed} a test") for seed in range(3000)) / 1000
+    1.021
+    """
+    return random.Random(seed).randrange(count) == 0
+
+
 def always() -> frozenset[str]:
     """The test IDs in `tests/always.txt`."""
     lines = ALWAYS.read_text().splitlines() if ALWAYS.exists() else []

@@ -134,10 +134,10 @@ RANK_CHECKS: tuple[RankCheck, ...] = (unlike_versions, unlike_variables, unlike_
 def skewed_clocks(offsets: Sequence[ClockOffset], names: Mapping[int, str]) -> Iterator[Outcome]:
     """Clocks that are far from that of rank 0.
 
-    >>> [each.what for each in skewed_clocks([ClockOffset(3, 3600.0, 0.001)], {3: "node3"})]
+    >>> [each.what for each in skewed_clocks([ClockOffset(3, 3600.0, 0.001, 0.0)], {3: "node3"})]
     ['the clock of node3 is 3,600 s ahead of that of rank 0']
     """
-    for rank, seconds, error_s in offsets:
+    for rank, seconds, error_s, _ in offsets:
         if abs(seconds) - error_s > LARGEST_SKEW_S:
             side = "ahead of" if seconds > 0 else "behind"
             far = f"{abs(seconds):,.0f} s" if abs(seconds) >= 10 else f"{abs(seconds):.2g} s"

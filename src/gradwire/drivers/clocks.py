@@ -24,11 +24,13 @@ class ClockOffset(NamedTuple):
         rank: whose clock.
         seconds: ahead, negative behind.
         error_s: half of the round trip that told it: the offset is no further away from what was found.
+        at_s: when that was, by the clock of the rank.
     """
 
     rank: int
     seconds: float
     error_s: float
+    at_s: float
 
 
 def clock_offsets(
@@ -72,7 +74,7 @@ def _exchange(
         there.wait()
         theirs = _time_in(back.wait())
         t1 = clock()
-        return ClockOffset(other, theirs - (t0 + t1) / 2, (t1 - t0) / 2)
+        return ClockOffset(other, theirs - (t0 + t1) / 2, (t1 - t0) / 2, theirs)
     if transport.rank == other:
         transport.issue(SendRecv(like, receives=(Expected(asker, _NBYTES),))).wait()
         answer = torch.tensor([clock()], dtype=torch.float64).view(torch.uint8).to(device)
@@ -80,7 +82,7 @@ def _exchange(
     else:
         transport.issue(nothing).wait()
         transport.issue(nothing).wait()
-    return ClockOffset(other, 0.0, 0.0)
+    return ClockOffset(other, 0.0, 0.0, 0.0)
 
 
 def _time_in(answer: Tensor) -> float:

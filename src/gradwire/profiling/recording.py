@@ -272,8 +272,9 @@ class Profile:
     def _read_clock(self, transport: GroupTransport) -> None:
         """Compare this clock with rank 0's; all ranks do so at the same place."""
         others = {each.rank: each for each in clock_offsets(range(self._size), transport, CPU, self._clock)}
-        mine = others.get(self._rank, ClockOffset(0, 0.0, 0.0))  # with rank 0's the others are compared
-        self.readings.append(ClockReading(self._clock(), -mine.seconds, 2 * mine.error_s))
+        rank_0 = ClockOffset(0, 0.0, 0.0, self._clock())  # with its clock the others are compared
+        mine = others.get(self._rank, rank_0)
+        self.readings.append(ClockReading(mine.at_s, -mine.seconds, 2 * mine.error_s))
 
     def _measured_links(self, transport: GroupTransport) -> list[MeasuredPair]:
         """Measure links between all pairs of a few ranks; of many, two of each rank."""
