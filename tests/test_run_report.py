@@ -31,6 +31,8 @@ from gradwire.session.step_times import StepBoard, ToldSteps
 from gradwire.topology.reduction_times import Probe, ReductionTimes
 
 CASES = str(Path(__file__).with_name("report_cases.py"))
+ATTEMPTS = 3
+"""A busy machine can spoil how a link is timed, and a wrong estimate spoils all of them."""
 LINK = ReductionTimes(10**6, 0.001, (Probe(10**5, 0.101, 0.0), Probe(10**6, 1.001, 0.0)))
 
 
@@ -508,14 +510,24 @@ def test_with_a_loss_scaler_nobody_is_warned() -> None:
 @pytest.mark.parametrize(("rate", "delay", "late_s"), [("20mbit", "0", 0.0), ("20mbit", "50ms", 0.1)])
 @pytest.mark.draw(1)
 def test_the_estimate_of_the_fp32_step_is_what_fp32_takes_on_a_slow_link(rate: str, delay: str, late_s: float) -> None:
-    with Network(2, rate, delay=delay) as network:
-        if network.mode == "paced":
-            pytest.skip("connections are paced only after attach has measured them")
-        arguments = {"spec": "int4", "late_s": late_s}
-        ranks = run_function(f"{CASES}:beside_plain_steps", 2, arguments, 120, network)
-    for found in ranks:
+    tried: list[list[Any]] = []
+    for _ in range(ATTEMPTS):
+        with Network(2, rate, delay=delay) as network:
+            if network.mode == "paced":
+                pytest.skip("connections are paced only after attach has measured them")
+            arguments = {"spec": "int4", "late_s": late_s}
+            ranks = run_function(f"{CASES}:beside_plain_steps", 2, arguments, 90, network)
         truth_ms = statistics.median(1000 * rank["plain_s"] for rank in ranks)
-        assert found["dense_step_ms"] == pytest.approx(truth_ms, rel=0.1) or "cannot tell" in found["verdict"]
-        assert found["dense_low_ms"] <= 1.1 * truth_ms
-        assert found["dense_high_ms"] is None or found["dense_high_ms"] >= 0.9 * truth_ms
-        assert found["verdict"].startswith(("saves about", "pays on this link"))
+        if all(is_right(rank, truth_ms) for rank in ranks):
+            return
+        names = ("dense_low_ms", "dense_step_ms", "dense_high_ms", "verdict")
+        tried.append([truth_ms, *([rank[name] for name in names] for rank in ranks)])
+    pytest.fail(f"what the fp32 step took, and what each rank told of it: {tried}")
+
+
+def is_right(told: dict[str, Any], truth_ms: float) -> bool:
+    """Whether a rank tells a step within 10% of the truth or says that it cannot, and the truth between its ends."""
+    near = abs(told["dense_step_ms"] - truth_ms) <= 0.1 * truth_ms or "cannot tell" in told["verdict"]
+    high_ms = math.inf if told["dense_high_ms"] is None else told["dense_high_ms"]
+    pays = told["verdict"].startswith(("saves about", "pays on this link"))
+    return near and pays and told["dense_low_ms"] <= 1.1 * truth_ms and high_ms >= 0.9 * truth_ms
