@@ -389,7 +389,7 @@ MEASURED_FAULTS = (
                   "ranks 1 and 2: 1 Gbit/s, where the fastest quarter of the pairs reach 10 Gbit/s"),
     MeasuredFault("slow-host", links((0, 3), (1, 3), (2, 3)), "all links of d (rank 3) are slow", "warning"),
     MeasuredFault("late-link", links((0, 2), times=1, late_s=0.02), "late", "warning", "20.2 ms one way"),
-    MeasuredFault("clock", lambda found: replace(found, offsets=(ClockOffset(3, -7200.0, 1e-3, 0.0),)),
+    MeasuredFault("clock", lambda found: replace(found, offsets=(*found.offsets[:2], ClockOffset(3, -7200.0, 1e-3, 0))),
                   "the clock of node1 is 7,200 s behind that of rank 0", "warning"),
     MeasuredFault("sum", lambda found: replace(found, wrong={0: 0, 1: 0, 2: 5, 3: 0}),
                   "an all-reduce gave rank 2 a wrong sum", "error", "rank 2: 5 of 131,072 elements"),

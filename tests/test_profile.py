@@ -122,11 +122,11 @@ def test_missing_ranks_are_said() -> None:
 # Clocks -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_planted_skew_and_drift_are_found_to_half_a_round_trip(tmp_path: Path) -> None:
+def test_a_planted_skew_and_drift_are_found_to_a_millisecond_and_half_a_round_trip(tmp_path: Path) -> None:
     found = run("clocks", 3, folder=str(tmp_path), skew_s=7200.0, drift=2e-3)
     rounding = 1e-5
+    assert max(abs(error_s) for error_s, _ in found) < 1e-3, found
     assert all(abs(error_s) <= trip_s / 2 + rounding for error_s, trip_s in found), found
-    assert min(trip_s for _, trip_s in found[1:]) < 4e-3, "a drift of 8 ms must be more than the error"
 
 
 def test_records_move_to_the_common_clock() -> None:
