@@ -44,10 +44,13 @@ def loss_of(network: nn.Module, step: int, rank: int) -> Tensor:
 def slowest_counts(rank: int, world_size: int) -> dict[str, Any]:
     """Rank 1 takes 30 ms for a job that takes the others 10."""
     calls: list[str] = []
+    spans: list[tuple[float, float]] = []
 
     def job(name: str, seconds: float) -> None:
         calls.append(name)
+        began_s = time.monotonic()
         time.sleep(seconds)
+        spans.append((began_s, time.monotonic()))
 
     slow = 0.03 if rank == 1 else 0.01
     jobs = {"slow": lambda: job("slow", slow), "quick": lambda: job("quick", 0.002)}
@@ -55,7 +58,7 @@ def slowest_counts(rank: int, world_size: int) -> dict[str, Any]:
     overlap = Stopwatch(world(), CPU).overlap(
         lambda: time.sleep(0.05), lambda: time.sleep(0.03), lambda: time.sleep(0.04), rounds=2, stretch=1
     )
-    return {"calls": calls, "rounds_s": found.rounds_s, "median_s": found.median_s("slow"), "overlap": overlap}
+    return {"calls": calls, "spans": spans, "rounds_s": found.rounds_s, "median_s": found.median_s("slow"), "overlap": overlap}
 
 
 def alone(rank: int, world_size: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ pytestmark = [
 CASES = str(Path(__file__).with_name("pipeline_cases.py"))
 
 
+@pytest.mark.one_draw_in(3)
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 @pytest.mark.draw(1)
 def test_the_bubble_of_stages_that_sleep_is_the_formula(schedule: str) -> None:

@@ -90,6 +90,7 @@ def resumed(ranks: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return both[0], both[1]
 
 
+@pytest.mark.one_draw_in(3)
 @pytest.mark.parametrize(("spec", "ranks", "steps", "variant"), LONG_RUNS)
 @pytest.mark.draw(1)
 def test_many_steps_end_with_equal_parameters(

@@ -182,14 +182,27 @@ def test_what_tcp_sends_again_is_what_got_lost_and_the_data_arrive_whole(tmp_pat
 @pytest.mark.net
 @pytest.mark.parametrize("delay", ["0", "5ms"])
 def test_each_host_has_the_rate_of_its_own(delay: str, tmp_path: Path):
-    """The slower end of a way decides: 20 Mbit/s from a host with 100 to one with 20."""
+    """The slower end of a way decides: 20 Mbit/s from a host with 100 to one with 20.
+
+    A machine whose neighbours take its processors lets less through. So a rate that is too low is compared with that
+    of two hosts with 20 Mbit/s each, at the same time; `test_net.py` holds such links to what is asked.
+    """
     needs_namespaces()
-    asked, rates = 20e6 / 8 * 1448 / 1514, list[float]()
-    while len(rates) < ATTEMPTS and not (rates and rates[-1] > 0.93 * asked):
-        with Network(2, ["100mbit", "20mbit"], mode="user", delay=delay) as network:
-            assert "100mbit, 20mbit" in network.description
-            rates.append(measured(BULK, network, tmp_path, 5_000_000)[1]["bytes_per_s"])
-    assert 0.93 * asked < rates[-1] < 1.05 * asked
+    asked, rate, usual = 20e6 / 8 * 1448 / 1514, 0.0, 0.0
+    for _ in range(ATTEMPTS):
+        rate, usual = bulk_rate("100mbit, 20mbit", delay, tmp_path), asked
+        if rate < 0.93 * asked:
+            usual = min(bulk_rate("20mbit, 20mbit", delay, tmp_path), asked)
+        if rate > 0.93 * usual:
+            break
+    assert 0.93 * usual < rate < 1.05 * asked
+
+
+def bulk_rate(rates: str, delay: str, folder: Path) -> float:
+    """Bytes a second from one host to another."""
+    with Network(2, rates.split(", "), mode="user", delay=delay) as network:
+        assert len(set(rates.split(", "))) == 1 or rates in network.description
+        return measured(BULK, network, folder, 5_000_000)[1]["bytes_per_s"]
 
 
 @pytest.mark.net

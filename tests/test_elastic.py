@@ -892,6 +892,7 @@ def plan_for(samples: int, **options: Any) -> dict[str, Any]:
     return {"samples": samples, "options": {"begin_with": 3, **options}}
 
 
+@pytest.mark.one_draw_in(3)
 @pytest.mark.parametrize(
     ("method", "lost", "deaths"),
     [

@@ -183,6 +183,7 @@ def crew() -> Iterator[Crew]:
 PLAN = {"samples": 8_000, "options": {"begin_with": 2, "lost_after_s": 1.0, "deadline_s": 15.0}}
 
 
+@pytest.mark.one_draw_in(3)
 @pytest.mark.parametrize(
     "stop", [Stop(1, "before", 20, "over"), Stop(0, "after", 21, "lost"), Stop(2, "issue", 10, "killed")]
 )

@@ -87,6 +87,7 @@ def outcomes(asked: list[Mapping[str, Any]]) -> Outcomes:
     return of_port
 
 
+@pytest.mark.one_draw_in(3)
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(("port", "point"), [(port, point) for port, points in TOLD.items() for point in points])
 @pytest.mark.draw(3)

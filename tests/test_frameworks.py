@@ -22,6 +22,7 @@ STATES = {
 """Where the states of all ranks are."""
 
 
+@pytest.mark.one_draw_in(3)
 @pytest.mark.parametrize("framework", CHECKPOINTS)
 @pytest.mark.draw(1)
 def test_an_example_sends_little_and_resumes_exactly(framework: str, tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ Siblings = list[Mapping[str, Any]]
 # The mean ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.draw(2)
 def test_without_compression_training_is_that_of_fsdp2_to_rounding(variant: str, siblings: Siblings) -> None:
@@ -131,6 +132,7 @@ def test_methods_train(spec: str, siblings: Siblings) -> None:
         assert outcome[spec]["report"].count("not counted: parameters, which FSDP2 gathers as they are") >= 1
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize("kind", ["conserved", "skipped"])
 @pytest.mark.parametrize("spec", CONSERVED)
 @pytest.mark.draw(1)
@@ -436,6 +438,7 @@ def test_ddp_gathers_no_parameters() -> None:
 # Copies of a sharded model ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize(("kind", "rounding"), [("none", 2e-6), ("fp16", 1e-3)])
 @pytest.mark.draw(1)
 def test_copies_are_averaged_as_over_a_mesh_of_two_dimensions(kind: str, rounding: float) -> None:

@@ -41,6 +41,7 @@ def layers(draw: st.DrawFn, ranks: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize(("ranks", "node"), [(2, None), (4, None), (4, 2), (8, 4), (1, None)])
 @pytest.mark.draw(1)
 def test_every_gradient_is_that_of_one_process(ranks: int, node: int | None) -> None:

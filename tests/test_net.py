@@ -252,6 +252,7 @@ def transferred(network: Network, size: int, folder: Path) -> tuple[float, int, 
     return seconds, sent, received
 
 
+@pytest.mark.one_draw_in(3)
 @SECONDS
 @pytest.mark.net
 @pytest.mark.parametrize(("mode", "rate"), [("root", "20mbit"), ("root", "100mbit"), ("user", "100mbit")])
@@ -272,6 +273,7 @@ def test_the_rate_is_obeyed_and_the_counters_are_right(mode: Literal["root", "us
     assert received == pytest.approx(size, rel=0.02)
 
 
+@pytest.mark.one_draw_in(3)
 @SECONDS
 @pytest.mark.net
 @pytest.mark.parametrize("mode", ["root", "user"])
@@ -302,6 +304,7 @@ def test_a_rate_changes_only_where_there_is_a_link_to_change():
         network.change_rate("1mbit")
 
 
+@pytest.mark.one_draw_in(2)
 @SECONDS
 @pytest.mark.net
 @pytest.mark.parametrize("mode", ["root", "user"])
@@ -317,6 +320,7 @@ def test_two_ranks_reduce_on_the_network(mode: Literal["root", "user"]):
     assert max(result["seconds"] for result in results) > 0.07
 
 
+@pytest.mark.one_draw_in(3)
 @SECONDS
 @pytest.mark.net
 @pytest.mark.parametrize(("mode", "delay"), [("root", "0"), ("user", "100ms")])
@@ -451,6 +455,7 @@ def test_clean_removes_what_a_killed_creator_left_and_nothing_else():
         assert not alive(tag)
 
 
+@pytest.mark.one_draw_in(3)
 @SECONDS
 @pytest.mark.net
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])

@@ -355,6 +355,7 @@ def test_a_session_can_be_profiled_again_and_nothing_stays_behind(tmp_path: Path
     assert all(text.startswith("3 steps of") for text in texts)
 
 
+@pytest.mark.one_draw_in(3)
 @pytest.mark.draw(1)
 @pytest.mark.parametrize("method", [[], ["--method", "int4"]], ids=["plain", "int4"])
 def test_a_script_is_profiled_as_it_is(tmp_path: Path, method: list[str]) -> None:

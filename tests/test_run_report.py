@@ -507,6 +507,7 @@ def test_with_a_loss_scaler_nobody_is_warned() -> None:
         assert found["bad_steps"] == 2
 
 
+@pytest.mark.one_draw_in(3)
 @pytest.mark.parametrize(("rate", "delay", "late_s"), [("20mbit", "0", 0.0), ("20mbit", "50ms", 0.1)])
 @pytest.mark.draw(1)
 def test_the_estimate_of_the_fp32_step_is_what_fp32_takes_on_a_slow_link(rate: str, delay: str, late_s: float) -> None:

@@ -58,6 +58,7 @@ def attentions(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize("ranks", [2, 4, 8, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.draw(1)
 def test_outputs_and_gradients_are_those_of_one_process(ranks: int) -> None:
@@ -81,6 +82,7 @@ def test_float32_is_that_of_one_process_to_rounding(way: str) -> None:
         assert max(errors) < 1e-5
 
 
+@pytest.mark.one_draw_in(3)
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.draw(1)
 def test_bfloat16_is_no_worse_on_a_ring_than_in_one_process(ranks: int) -> None:

@@ -38,6 +38,7 @@ def test_every_shard_sends_its_own_largest() -> None:
     assert torch.tensor(mean).nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 50, 51, 52, 53, 54]
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize("codec", [TopK(0.05), Chain(TopK(0.05), BlockInt(8))], ids=repr)
 @pytest.mark.draw(1)
 def test_what_is_left_out_comes_later(codec: TopK | Chain) -> None:

@@ -247,6 +247,7 @@ def test_a_line_of_a_run_says_how_many_steps_were_timed():
 # --------------------------------------------------------------------------------------------- end to end
 
 
+@pytest.mark.one_draw_in(3)
 @pytest.mark.parametrize("engine", [pytest.param("ddp", marks=pytest.mark.long), "fsdp2"])
 def test_losses_are_those_of_the_whole_run_to_the_last_bit(
     task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Any

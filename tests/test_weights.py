@@ -42,6 +42,7 @@ def outcomes(ranks: int) -> list[dict[str, Any]]:
     return run_function(f"{CASES}:many", ranks, {"jobs": jobs}, 240)
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("port", PORTS)
 @pytest.mark.draw(1)

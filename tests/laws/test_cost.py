@@ -145,6 +145,7 @@ def unshortened_s(reducer: Reducer, model: list[ParameterSpec], ranks: int, inde
     return max(clocks.now)
 
 
+@pytest.mark.one_draw_in(3)
 @pytest.mark.parametrize("spec", [*REDUCERS, *MORE, "none,exchange=tree"])
 @pytest.mark.draw(2)
 def test_what_is_timed_once_takes_as_long_as_all_of_it_does(spec: str) -> None:
