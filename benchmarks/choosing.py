@@ -7,7 +7,9 @@ each class that loses something. Printed for each cell are
   coding that is measured on all ranks, of the link as the session times it, and of what messages and computing take
   from each other). What a step computes is told by the steps under `none`, as `auto` finds it out; so the prediction of
   `none` itself is printed and does not count;
-- what `auto` took, its step by that of the best candidate of its class, and by that of `none`.
+- what `auto` took, its step by that of the best candidate of its class, and by that of `none`; and the step of what it
+  took, trained by itself, by that of the best. The last one tells how good the choice is, and the first one has in it
+  how much two timings of a method differ.
 
 A cell counts where a bare all-reduce reaches 90% of the link's rate; the others are listed. Hosts without a core each
 share the cores that there are, which the prediction knows (`gradwire.topology.processors`). Timed steps take about
@@ -33,7 +35,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -146,7 +148,7 @@ def on_rank(
     machines = [""] * world_size  # all hosts are emulated on one
     processors = Processors.fewest(machines, places, threads)
     pace, link = StepPace(0.0, 0.0, ()), Link(0.0, 0.0)
-    beside = Contention(link, link)
+    beside, bare = Contention(link, link), _bare_rate(task)
     for turn in [[name] for name in names] if apart else [names]:
         trainings = {name: Training(task, name) for name in turn}
         none = trainings[HELD].session if HELD in trainings else None
@@ -173,7 +175,7 @@ def on_rank(
     return {
         "steps_s": timed.steps_s,
         "chosen": timed.chosen,
-        "bare_bits_per_s": _bare_rate(model, world_size),
+        "bare_bits_per_s": max(bare, _bare_rate(task)),
         "link": [[each.alpha_s, each.beta_s_per_byte] for each in (link, *beside)],
         "pace": pace._replace(crowding=processors.crowding)._asdict(),
         "demands": {name: each._asdict() for name, each in demands.items()},
@@ -197,15 +199,19 @@ def _parts(forecast: Any) -> dict[str, float]:
     return {name: getattr(forecast, name) for name in named} | {"step_s": forecast.step_s}
 
 
-def _bare_rate(model: nn.Module, world_size: int) -> float:
-    """Bits a second that a rank sends in an all-reduce of all gradients at once; the quickest of three."""
-    flat, taken = torch.zeros(sum(p.numel() for p in model.parameters())), list[float]()
+def _bare_rate(task: str) -> float:
+    """Bits a second that a rank sends in an all-reduce of all gradients at once; the quickest of three.
+
+    A cell asks before and after its steps, since neighbours of the machine can spoil a moment.
+    """
+    flat, taken = torch.zeros(sum(p.numel() for p in make_task(task, 0).model.parameters())), list[float]()
     for _ in range(3):
         dist.barrier()
         began = time.perf_counter()
         dist.all_reduce(flat)
         taken.append(time.perf_counter() - began)
-    return 8 * 2 * (world_size - 1) / world_size * flat.nbytes / min(taken)
+    n = dist.get_world_size()
+    return 8 * 2 * (n - 1) / n * flat.nbytes / min(taken)
 
 
 def changing(rank: int, world_size: int, task: str, method: str, every: int) -> dict[str, Any]:
@@ -265,8 +271,11 @@ def told_of(found: dict[str, Any], hosts: int, rate: str) -> dict[str, Any]:
         candidates = [each.spec for each in allowed(name.partition(":")[2]) if each.spec in measured]
         best = min(candidates, key=lambda spec: measured[spec])
         by_best, by_none = measured[name] / measured[best], measured[name] / measured["none"]
-        found[name] = {"took": found["chosen"][name], "best": best, "by_best": by_best, "by_none": by_none}
-        print(f"  {name:24} took {found['chosen'][name]}: {by_best:.2f} of {best}, {by_none:.2f} of none")
+        took = found["chosen"][name]
+        itself = measured.get(took, measured[name]) / measured[best]
+        found[name] = {"took": took, "best": best, "by_best": by_best, "by_none": by_none, "itself_by_best": itself}
+        said = f"{by_best:.2f} of {best}, {by_none:.2f} of none; {took} by itself {itself:.2f} of {best}"
+        print(f"  {name:24} took {took}: {said}")
     sizes = [abs(error) for error in found["errors"].values()]
     print(f"  predictions are off by {statistics.median(sizes):.1%} in the median", flush=True)
     return found
@@ -285,10 +294,10 @@ def summary(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
             said = f"{found[kind]['median_error']:.1%} in the median (asked: {asked:.0%}) and {max(errors):.0%} at most"
             print(f"{kind}: {len(errors)} predictions are off by {said}")
     for name in AUTO if counted else ():
-        near = sum(each[name]["by_best"] <= NEAR for each in counted)
+        near, itself = (sum(each[name][by] <= NEAR for each in counted) for by in ("by_best", "itself_by_best"))
         worst = max(each[name]["by_none"] for each in counted)
-        found[name] = {"near_the_best": near, "worst_by_none": worst}
-        said = f"{near} of {len(counted)}, at most {worst:.2f} of none"
+        found[name] = {"near_the_best": near, "itself_near_the_best": itself, "worst_by_none": worst}
+        said = f"{near} of {len(counted)}, by what it took {itself}, at most {worst:.2f} of none"
         print(f"{name}: within {NEAR - 1:.0%} of its best candidate in {said}")
     return found
 
