@@ -148,7 +148,9 @@ def on_rank(
     machines = [""] * world_size  # all hosts are emulated on one
     processors = Processors.fewest(machines, places, threads)
     pace, link = StepPace(0.0, 0.0, ()), Link(0.0, 0.0)
-    beside, bare = Contention(link, link), _bare_rate(task)
+    beside = Contention(link, link)
+    numel = sum(p.numel() for p in make_task(task, 0).model.parameters())
+    bare = _bare_rate(numel, world_size)  # neighbours of the machine can spoil a moment, so it is asked for again below
     for turn in [[name] for name in names] if apart else [names]:
         trainings = {name: Training(task, name) for name in turn}
         none = trainings[HELD].session if HELD in trainings else None
@@ -175,7 +177,7 @@ def on_rank(
     return {
         "steps_s": timed.steps_s,
         "chosen": timed.chosen,
-        "bare_bits_per_s": max(bare, _bare_rate(task)),
+        "bare_bits_per_s": max(bare, _bare_rate(numel, world_size)),
         "link": [[each.alpha_s, each.beta_s_per_byte] for each in (link, *beside)],
         "pace": pace._replace(crowding=processors.crowding)._asdict(),
         "demands": {name: each._asdict() for name, each in demands.items()},
@@ -199,19 +201,15 @@ def _parts(forecast: Any) -> dict[str, float]:
     return {name: getattr(forecast, name) for name in named} | {"step_s": forecast.step_s}
 
 
-def _bare_rate(task: str) -> float:
-    """Bits a second that a rank sends in an all-reduce of all gradients at once; the quickest of three.
-
-    A cell asks before and after its steps, since neighbours of the machine can spoil a moment.
-    """
-    flat, taken = torch.zeros(sum(p.numel() for p in make_task(task, 0).model.parameters())), list[float]()
+def _bare_rate(numel: int, world_size: int) -> float:
+    """Bits a second that a rank sends in an all-reduce of all gradients at once; the quickest of three."""
+    flat, taken = torch.zeros(numel), list[float]()
     for _ in range(3):
         dist.barrier()
         began = time.perf_counter()
         dist.all_reduce(flat)
         taken.append(time.perf_counter() - began)
-    n = dist.get_world_size()
-    return 8 * 2 * (n - 1) / n * flat.nbytes / min(taken)
+    return 8 * 2 * (world_size - 1) / world_size * flat.nbytes / min(taken)
 
 
 def changing(rank: int, world_size: int, task: str, method: str, every: int) -> dict[str, Any]:
@@ -272,7 +270,7 @@ def told_of(found: dict[str, Any], hosts: int, rate: str) -> dict[str, Any]:
         best = min(candidates, key=lambda spec: measured[spec])
         by_best, by_none = measured[name] / measured[best], measured[name] / measured["none"]
         took = found["chosen"][name]
-        itself = measured.get(took, measured[name]) / measured[best]
+        itself = measured.get(took, measured[name]) / measured[best]  # --methods may leave out what it took
         found[name] = {"took": took, "best": best, "by_best": by_best, "by_none": by_none, "itself_by_best": itself}
         said = f"{by_best:.2f} of {best}, {by_none:.2f} of none; {took} by itself {itself:.2f} of {best}"
         print(f"  {name:24} took {took}: {said}")
