@@ -40,7 +40,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from common import save_result
+from common import COUNTS, bare_rate, save_result
 from gradwire import kernels
 from gradwire.choosing import ACCURACIES, Demand, allowed, coding_s, demand
 from gradwire.choosing.automatic import StepPace, wire_link
@@ -62,8 +62,6 @@ FLOOR = "torch.noop"
 HELD = "none"
 """Whose steps tell what a step computes."""
 STEPS_OF_PACE = 4
-COUNTS = 0.9
-"""Of the link's rate, which a bare all-reduce must reach for a cell to count."""
 NEAR = 1.10
 """What a step under `auto` may take at most, by that of the best candidate."""
 ASKED = {"a core each": 0.1, "shared cores": 0.2}
@@ -150,7 +148,7 @@ def on_rank(
     pace, link = StepPace(0.0, 0.0, ()), Link(0.0, 0.0)
     beside = Contention(link, link)
     numel = sum(p.numel() for p in make_task(task, 0).model.parameters())
-    bare = _bare_rate(numel, world_size)  # neighbours of the machine can spoil a moment, so it is asked for again below
+    bare = bare_rate(numel, world_size)  # neighbours of the machine can spoil a moment, so it is asked for again below
     for turn in [[name] for name in names] if apart else [names]:
         trainings = {name: Training(task, name) for name in turn}
         none = trainings[HELD].session if HELD in trainings else None
@@ -177,7 +175,7 @@ def on_rank(
     return {
         "steps_s": timed.steps_s,
         "chosen": timed.chosen,
-        "bare_bits_per_s": max(bare, _bare_rate(numel, world_size)),
+        "bare_bits_per_s": max(bare, bare_rate(numel, world_size)),
         "link": [[each.alpha_s, each.beta_s_per_byte] for each in (link, *beside)],
         "pace": pace._replace(crowding=processors.crowding)._asdict(),
         "demands": {name: each._asdict() for name, each in demands.items()},
@@ -199,17 +197,6 @@ def _slowest_pace(held: Training) -> StepPace:
 def _parts(forecast: Any) -> dict[str, float]:
     named = ("compute_s", "coding_s", "serving_s", "sending_s", "hidden_s")
     return {name: getattr(forecast, name) for name in named} | {"step_s": forecast.step_s}
-
-
-def _bare_rate(numel: int, world_size: int) -> float:
-    """Bits a second that a rank sends in an all-reduce of all gradients at once; the quickest of three."""
-    flat, taken = torch.zeros(numel), list[float]()
-    for _ in range(3):
-        dist.barrier()
-        began = time.perf_counter()
-        dist.all_reduce(flat)
-        taken.append(time.perf_counter() - began)
-    return 8 * 2 * (world_size - 1) / world_size * flat.nbytes / min(taken)
 
 
 def changing(rank: int, world_size: int, task: str, method: str, every: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import argparse
 import datetime
 import json
 import platform
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from gradwire.drivers.virtual import Gradients, VirtualRanks
 from gradwire.tasks.task import Task, measure
 
 RESULTS = Path(__file__).parent / "results"
+COUNTS = 0.9
+"""Of an emulated link's rate, which a bare all-reduce must reach for a cell to count."""
 
 
 class Alone:
@@ -76,6 +79,17 @@ def take_turns(trainings: Iterable[Steps], rounds: int, stretch: int) -> None:
             dist.barrier()
             for _ in range(stretch):
                 one.step()
+
+
+def bare_rate(numel: int, world_size: int) -> float:
+    """Bits a second that a rank sends in an all-reduce of so many fp32 values at once; the quickest of three."""
+    flat, taken = torch.zeros(numel), list[float]()
+    for _ in range(3):
+        dist.barrier()
+        began_s = time.perf_counter()
+        dist.all_reduce(flat)
+        taken.append(time.perf_counter() - began_s)
+    return 8 * 2 * (world_size - 1) / world_size * flat.nbytes / min(taken)
 
 
 def training(task: Task, ranks: VirtualRanks, steps: int) -> Iterator[list[Gradients]]:

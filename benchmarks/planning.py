@@ -4,9 +4,8 @@ python benchmarks/planning.py --save
 
 The constants are fitted to `data/published_step_times.csv`, once to all rows and once for each row to the others, which
 then predict that row. Settings that a row does not tell are those that the planner finds fastest among layouts that fit
-into memory. With the constants of that file `data/published_layouts.csv` is predicted, of another cluster, and three
-rows of Grattafiori et al. (2024, Table 4) on H100, to which nothing was fitted. Nor was anything to the models with
-experts of `data/published_expert_step_times.csv`.
+into memory. With the constants of that file `data/published_layouts.csv` is predicted, of another cluster. Of rows to
+which nothing was fitted `planning_elsewhere.py` tells.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from gradwire.planning import (
     Transformer,
     device_memory,
     hardware,
-    model,
     step_time,
 )
 from gradwire.planning.layout import divisors
@@ -68,8 +66,8 @@ class PublishedLayout(NamedTuple):
 def published_steps(path: Path = DATA / "published_step_times.csv") -> list[PublishedStep]:
     """Rows of the file. Their software had no fused attention, no sharded optimizer, and sent gradients at the end."""
     found: list[PublishedStep] = []
-    for row in _rows(path):
-        sizes, dp, batch = _model(row), int(row["dp"]), int(row["global_batch"])
+    for row in table(path):
+        sizes, dp, batch = transformer(row), int(row["dp"]), int(row["global_batch"])
         untold = not (row["micro_batch"] and row["interleave"])
         micros = (
             [int(row["micro_batch"])] if row["micro_batch"] else [m for m in MICRO_BATCHES if batch % (dp * m) == 0]
@@ -108,7 +106,7 @@ def published_layouts(path: Path = DATA / "published_layouts.csv") -> list[Publi
     """Rows of the file."""
     return [
         PublishedLayout(
-            _model(row),
+            transformer(row),
             ParallelLayout(
                 dp=int(row["dp"]),
                 tp=int(row["tp"]),
@@ -128,16 +126,18 @@ def published_layouts(path: Path = DATA / "published_layouts.csv") -> list[Publi
             float(row["step_time_s"]) if row["step_time_s"] else None,
             row["memory_gb"] != "oom",
         )
-        for row in _rows(path)
+        for row in table(path)
     ]
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
+def table(path: Path) -> list[dict[str, str]]:
+    """Rows of a file."""
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
-def _model(row: dict[str, str]) -> Transformer:
+def transformer(row: dict[str, str]) -> Transformer:
+    """The model of a row."""
     return Transformer(
         row["model"], int(row["layers"]), int(row["hidden"]), int(row["heads"]), int(row["vocab"]), int(row["seq"])
     )
@@ -182,76 +182,6 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
     return statistics.correlation(*places)
 
 
-def elsewhere() -> list[dict[str, Any]]:
-    """Llama 3 405B on H100 (Grattafiori et al. 2024, Table 4), with operations of causal attention counted once.
-
-    Its stages have 8 layers, but for the first and the last one, which have 7 and an embedding: 128 equal layers here.
-    """
-    rows: list[dict[str, Any]] = []
-    for gpus, dp, cp, sequence, published in (
-        (8192, 64, 1, 8192, 430.0),
-        (16_384, 128, 1, 8192, 400.0),
-        (16_384, 8, 16, 131_072, 380.0),
-    ):
-        sizes = model("llama3-405b").with_sequence(sequence)
-        batch = 2**24 // sequence  # samples of 16 Mi tokens
-        layout = ParallelLayout(
-            dp=dp, tp=8, pp=16, cp=cp, batch=batch, interleave=8 if batch // dp % 16 == 0 else 1, recompute="none"
-        )
-        seconds = step_time(replace(sizes, layers=128), layout, hardware("h100-80g")).total
-        unmasked = 6 * batch * sequence * sizes.layers * sequence * sizes.heads * sizes.head
-        predicted = (sizes.model_flops(batch) - unmasked) / seconds / gpus / 1e12
-        rows.append(
-            {
-                "gpus": gpus,
-                "sequence": sequence,
-                "tflops": published,
-                "predicted": predicted,
-                "error": predicted / published - 1,
-            }
-        )
-    return rows
-
-
-def with_experts(path: Path = DATA / "published_expert_step_times.csv") -> list[dict[str, Any]]:
-    """Models with experts on H100, to which nothing was fitted.
-
-    Where TFLOP/s are published, operations of attention count over the whole sequence, as Megatron counted them then.
-    Qwen3's embedding and output layer count as a layer each when its pipeline is cut: 96 equal layers here.
-    """
-    rows: list[dict[str, Any]] = []
-    on = hardware("h100-80g")
-    for row in _rows(path):
-        sizes = model(row["model"]).with_sequence(int(row["seq"]))
-        layout = ParallelLayout(
-            dp=int(row["dp"]),
-            tp=int(row["tp"]),
-            pp=int(row["pp"]),
-            ep=int(row["ep"]),
-            interleave=int(row["interleave"]),
-            micro=int(row["micro_batch"]),
-            batch=int(row["global_batch"]),
-            sharding=row["sharding"],
-            recompute=row["recompute"],
-            dispatch=row["dispatch"],
-        )
-        tflop = sizes.model_flops(layout.batch) / layout.gpus / 1e12
-        published = float(row["step_time_s"]) if row["step_time_s"] else tflop / float(row["tflops"])
-        cut = replace(sizes, layers=-(-sizes.layers // layout.pp // layout.interleave) * layout.pp * layout.interleave)
-        predicted = step_time(cut, layout, on).total
-        rows.append(
-            {
-                "row": f"{sizes.name}, {layout.gpus} GPUs, {layout.says}",
-                "seconds": published,
-                "predicted_s": predicted,
-                "error": predicted / published - 1,
-                "like_the_planner": row["like_the_planner"],
-                "source": row["source"],
-            }
-        )
-    return rows
-
-
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -286,13 +216,6 @@ def main() -> None:
     ]
     for row in hosts:
         print(f"with {row['host_ms']:4.1f} ms for the host: rank correlation {row['rank_correlation']:.2f}")
-    other = elsewhere()
-    for row in other:
-        where = f"Llama 3 405B on {row['gpus']} H100, {row['sequence']} tokens"
-        print(f"{where}: {row['tflops']:.0f} TFLOP/s, predicted {row['predicted']:.0f}")
-    experts = with_experts()
-    for row in experts:
-        print(f"{row['row']}: {row['seconds']:.2f} s, predicted {row['error']:+.1%} ({row['like_the_planner']})")
     if arguments.save:
         rows = [
             {"row": row.name, "seconds": row.seconds, "left_out": error, "constant_mfu": plain}
@@ -307,8 +230,6 @@ def main() -> None:
                 "summary": summary,
                 "layouts": layouts,
                 "hosts": hosts,
-                "elsewhere": other,
-                "with_experts": experts,
             },
         )
 

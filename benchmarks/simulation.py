@@ -3,16 +3,19 @@
 On 2, 4 and 8 hosts a perceptron trains plainly, with a host that is three times slower, with computing times that vary,
 in windows, and with hosts that fail. What a rank computes is a sleep, drawn as the simulation draws it but with another
 seed, and a pass over a small model: so hosts compute at the same time although the machine has fewer cores than hosts.
-The simulation is told nothing of the runs but three measurements of their own: the link between two hosts (what
-`gradwire topology` measures between pairs), what a step of each cell takes on each host without messages, before and
-after the run, and of each method the processor's time of coding. Hosts share cores, so what a step takes beside its
+The simulation is told nothing of the runs but three measurements of their own, each beside the cell's run: the link
+between two hosts (what `gradwire topology` measures between pairs), what a step takes on each host without messages,
+before and after the run, and the processor's time of coding. Hosts share cores, so what a step takes beside its
 sleep grows with them and with what else the machine does, which is why it is measured beside each run. Hosts code when
 they meet, all at once, so coding takes as many times longer as there are hosts for a core.
+
+An emulated link keeps its rate only while the machine has time for it. So a bare all-reduce of the gradients is timed
+before and after each run, and the last line leaves out the cells in which one of the two is below 90% of the rate.
 
 With failures a host kills itself at times that are drawn, all ranks end, and start anew from the last checkpoint. The
 simulation is told these times of failures, and what a checkpoint and a restart took in the mean.
 
-    python benchmarks/simulation.py                          # all cells: about ten minutes
+    python benchmarks/simulation.py                          # all cells: about 25 minutes
     python benchmarks/simulation.py --hosts 2 --cells plain slow
     python benchmarks/simulation.py --save                   # and a dated file in benchmarks/results
 """
@@ -39,7 +42,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from common import save_result
+from common import COUNTS, bare_rate, save_result
+from gradwire.core.rates import parse_rate
 from gradwire.drivers.link_profiler import LinkProfiler
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.network import Network
@@ -168,16 +172,17 @@ class Steps:
         return (time.perf_counter() - began_s) / steps
 
 
-def measure(rank: int, world_size: int, cells: Sequence[dict[str, Any]], file: str) -> dict[str, Any]:
-    """Write the profile of the links; return a row of each cell."""
-    group = dist.group.WORLD
+def measure(rank: int, world_size: int, cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return a row of each cell; write the profile of the links beside it into the file that the cell is given for."""
+    return {"rows": [train(rank, world_size, Cell(**cell), Path(file)) for file, cell in cells.items()]}
+
+
+def train(rank: int, world_size: int, cell: Cell, profile: Path) -> dict[str, float]:
+    """The mean step in seconds, what ranks code when they meet, the mean step without messages, and bare rates."""
+    group, numel = dist.group.WORLD, sum(p.numel() for p in perceptron().parameters())
     assert group is not None
-    LinkProfiler(GroupTransport(group), torch.device("cpu"), Path(file)).axis_links()
-    return {"rows": [train(rank, world_size, Cell(**cell)) for cell in cells]}
-
-
-def train(rank: int, world_size: int, cell: Cell) -> dict[str, float]:
-    """The mean step in seconds, what ranks code when they meet, and the mean step without messages."""
+    LinkProfiler(GroupTransport(group), torch.device("cpu"), profile).axis_links()
+    bare_before = bare_rate(numel, world_size)
     steps, alone = Steps(rank, world_size, cell, cell.method), Steps(rank, world_size, cell, "")
     steps.timed(2 * WARM_UP)
     alone_s = alone.by_itself(ALONE)
@@ -185,7 +190,8 @@ def train(rank: int, world_size: int, cell: Cell) -> dict[str, float]:
     step_s, coded_s = steps.timed(cell.steps), steps.coded_s - before_s
     alone_s = (alone_s + alone.by_itself(ALONE)) / 2
     steps.close()
-    return {"step_s": step_s, "coding_s": coded_s / (cell.steps / cell.every), "alone_s": alone_s}
+    found = {"step_s": step_s, "coding_s": coded_s / (cell.steps / cell.every), "alone_s": alone_s}
+    return found | {"bare_before": bare_before, "bare_after": bare_rate(numel, world_size)}
 
 
 def train_until_failure(
@@ -308,16 +314,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--save", action="store_true", help="write a dated file into benchmarks/results")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
-    print(f"{'cell':16} {'hosts':>5} {'measured':>10} {'simulated':>10} {'ratio':>6}")
+    print(f"{'cell':16} {'hosts':>5} {'measured':>10} {'simulated':>10} {'ratio':>6}   link's rate before, after")
     cells = [cell for cell in CELLS if options.cells is None or cell.name in options.cells]
     counts: list[int] = options.hosts
     for rate, hosts in itertools.product(dict.fromkeys(cell.rate for cell in cells), counts):
         of_rate = [cell for cell in cells if cell.rate == rate]
         with Network(hosts, rate) as network, tempfile.TemporaryDirectory() as folder:
-            profile = Path(folder) / "links.json"
-            given = {"cells": [asdict(cell) for cell in of_rate], "file": str(profile)}
-            ranks = run_function(f"{__file__}:measure", hosts, given, 600, network)
-            for place, cell in enumerate(of_rate):
+            profiles = [Path(folder) / f"links_{place}.json" for place, _ in enumerate(of_rate)]
+            given = {str(file): asdict(cell) for file, cell in zip(profiles, of_rate, strict=True)}
+            ranks = run_function(f"{__file__}:measure", hosts, {"cells": given}, 900, network)
+            for place, (cell, profile) in enumerate(zip(of_rate, profiles, strict=True)):
                 of_ranks = [each["rows"][place] for each in ranks]
                 if cell.checkpoint_every:
                     found = failures_row(cell, hosts, network, profile, of_ranks)
@@ -325,14 +331,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     found = steps_row(cell, hosts, profile, of_ranks)
                 row: dict[str, Any] = {"cell": asdict(cell), "hosts": hosts, **found}
                 row["ratio"] = row["simulated_s"] / row["measured_s"]
+                bare = [min(each[when] for each in of_ranks) for when in ("bare_before", "bare_after")]
+                row["bare"] = [rate_bits_per_s / parse_rate(rate) for rate_bits_per_s in bare]
                 rows.append(row)
                 measured, said = (f"{row[name]:8.3f} s" for name in ("measured_s", "simulated_s"))
-                print(f"{cell.name:16} {hosts:5} {measured} {said} {row['ratio']:6.3f}", flush=True)
+                kept = " ".join(f"{share:4.2f}" for share in row["bare"])
+                print(f"{cell.name:16} {hosts:5} {measured} {said} {row['ratio']:6.3f}   {kept}", flush=True)
         if options.save:  # what is there is kept if the rest does not come
             command = " ".join(["python benchmarks/simulation.py", *sys.argv[1:]])
             save_result("simulation", {"command": command, "cores": os.cpu_count(), "rows": rows})
-    far = [f"{row['cell']['name']} on {row['hosts']}" for row in rows if abs(row["ratio"] - 1) > 0.1]
-    print(f"{len(rows) - len(far)} of {len(rows)} within 10 %; not: {', '.join(far) or 'none'}")
+    counted = [row for row in rows if min(row["bare"]) >= COUNTS]
+    for words, some in (("all cells", rows), (f"where links kept {COUNTS:.0%} of their rate", counted)):
+        far = [f"{row['cell']['name']} on {row['hosts']}" for row in some if abs(row["ratio"] - 1) > 0.1]
+        print(f"{words}: {len(some) - len(far)} of {len(some)} within 10%; not: {', '.join(far) or 'none'}")
 
 
 if __name__ == "__main__":

@@ -47,12 +47,12 @@ SYMBOLS = {
 """What the letters of formulas stand for. Activations and parameters travel in 2 bytes an element."""
 
 MEMORY = {
-    "parameters": "2 N, over n where they are sharded",
+    "parameters": "2 N, or 4 N/n where FSDP2 shards the float32 copy",
     "gradients": "g N, over n where they are sharded",
-    "optimizer": "12 N, over n where it is sharded: a float32 copy and two moments",
+    "optimizer": "12 N, over n where it is sharded: a float32 copy and two moments; 8 N/n where FSDP2 shards the copy itself",
     "activations": "1.1 L/p (micro-batches in flight) s b h (10 + 24/t + 5 heads s/(h t)), without what is not kept "
     "(Korthikanti et al. 2022, Table 2)",
-    "working": "1.1 times what a layer needs while its backward pass runs, and the logits: 10 b s V/t",
+    "working": "1.1 times what a layer needs while its backward pass runs, or the logits where they need more: 10 b s V/t",
     "runtime": "6 GB for CUDA, NCCL and buckets",
     "method": "states of a method for gradients, and the last average where replicas are averaged",
 }

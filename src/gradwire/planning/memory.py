@@ -13,9 +13,8 @@ RUNTIME_BYTES = 6e9
 """CUDA's context and libraries (about 1.5 GB), NCCL's buffers for the groups of a layout, and buckets (2 GB)."""
 FRAGMENTATION = 0.1
 """Of activations: what the caching allocator holds and cannot use, and what gradients of activations take."""
-OPTIMIZER_BYTES = 12
-"""Of a parameter: its float32 copy and Adam's two moments."""
-PARAMETER_BYTES = 2
+PARAMETER_BYTES, FLOAT32_BYTES, MOMENTS_BYTES = 2, 4, 8
+"""Of a parameter: as it is computed with, the float32 copy that the optimizer changes, and Adam's two moments."""
 GLOBAL_COPY_BYTES = 4
 """Of a parameter: what replicas agreed on when they were last averaged."""
 
@@ -24,7 +23,8 @@ class DeviceMemory(NamedTuple):
     """Bytes that the fullest GPU of a layout needs, by kind.
 
     Attributes:
-        parameters, gradients, optimizer: state of training.
+        parameters, gradients, optimizer: state of training. The float32 copy of parameters is the optimizer's, but for
+            those of FSDP2, which are this copy.
         activations: kept until the backward pass.
         working: what one layer and the loss need while they are computed.
         runtime: of the software itself.
@@ -74,16 +74,21 @@ def _stage_memory(model: Transformer, layout: ParallelLayout, last: bool) -> Dev
     # while the backward pass is in a layer, its values and their gradients are there
     working = 2 * mean.working
     if last or layout.pp == 1:
-        # logits of 2 bytes, their float32 copy and its gradient (Korthikanti et al. 2022, Section 4.3: 4 s b v)
-        working += 10 * layout.micro * model.sequence / layout.cp * model.vocabulary / layout.tp
+        # logits of 2 bytes, their float32 copy and its gradient (Korthikanti et al. 2022, Section 4.3: 4 s b v), which
+        # are given back before the backward pass comes to a layer
+        working = max(working, 10 * layout.micro * model.sequence / layout.cp * model.vocabulary / layout.tp)
     if layout.sharding == "parameters":
         # the layer that computes and the next one are gathered, and one has its whole gradient
         largest = max((held.dense + held.expert) / layers, model.embedding_parameters / layout.tp)
         working += (2 * PARAMETER_BYTES + layout.gradient_bytes) * largest
+    parameter_bytes, optimizer_bytes = PARAMETER_BYTES, FLOAT32_BYTES + MOMENTS_BYTES
+    if layout.sharding == "parameters" and layout.gradient_bytes == FLOAT32_BYTES:
+        # FSDP2 gathers float32 shards in 2 bytes and keeps no other copy; ZeRO's stage 3 does, and has gradients of 2
+        parameter_bytes, optimizer_bytes = FLOAT32_BYTES, MOMENTS_BYTES
     return DeviceMemory(
-        parameters=kept_bytes(PARAMETER_BYTES, layout.sharding == "parameters"),
+        parameters=kept_bytes(parameter_bytes, layout.sharding == "parameters"),
         gradients=kept_bytes(layout.gradient_bytes, layout.sharding in ("gradients", "parameters")),
-        optimizer=kept_bytes(OPTIMIZER_BYTES, layout.sharding != "none"),
+        optimizer=kept_bytes(optimizer_bytes, layout.sharding != "none"),
         activations=kept * (1 + FRAGMENTATION),
         working=working * (1 + FRAGMENTATION),
         runtime=RUNTIME_BYTES,
