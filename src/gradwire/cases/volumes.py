@@ -49,10 +49,10 @@ SYMBOLS = {
 MEMORY = {
     "parameters": "2 N, or 4 N/n where FSDP2 shards the float32 copy",
     "gradients": "g N, over n where they are sharded",
-    "optimizer": "12 N, over n where it is sharded: a float32 copy and two moments; 8 N/n where FSDP2 shards the copy itself",
+    "optimizer": "12 N, over n where it is sharded: a float32 copy and two moments; 8 N/n where FSDP2 shards the copy",
     "activations": "1.1 L/p (micro-batches in flight) s b h (10 + 24/t + 5 heads s/(h t)), without what is not kept "
     "(Korthikanti et al. 2022, Table 2)",
-    "working": "1.1 times what a layer needs while its backward pass runs, or the logits where they need more: 10 b s V/t",
+    "working": "1.1 times what a layer needs while its backward pass runs, or the logits if they need more: 12 b s V/t",
     "runtime": "6 GB for CUDA, NCCL and buckets",
     "method": "states of a method for gradients, and the last average where replicas are averaged",
 }

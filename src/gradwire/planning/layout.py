@@ -41,6 +41,7 @@ class ParallelLayout:
         sequence_parallel: whether norms and dropout are split over `tp` too.
         flash: whether attention is one fused kernel that keeps no matrix of scores.
         dropout: whether the model has dropout, whose masks are kept.
+        fused_loss: whether the loss is one fused kernel that keeps no logits in float32. It counts for memory only.
         overlap: whether gradients and parameters are sent during the backward and forward pass.
         gradient_bytes: of one element of the gradient that is accumulated and sent.
         method: the spec of what data-parallel gradients are sent by; "none": as they are, in `gradient_bytes`. With
@@ -70,6 +71,7 @@ class ParallelLayout:
     sequence_parallel: bool = True
     flash: bool = True
     dropout: bool = False
+    fused_loss: bool = False
     overlap: bool = True
     gradient_bytes: int = 4
     host_s: float = 0.0

@@ -15,6 +15,9 @@ FRAGMENTATION = 0.1
 """Of activations: what the caching allocator holds and cannot use, and what gradients of activations take."""
 PARAMETER_BYTES, FLOAT32_BYTES, MOMENTS_BYTES = 2, 4, 8
 """Of a parameter: as it is computed with, the float32 copy that the optimizer changes, and Adam's two moments."""
+LOGIT_BYTES, FUSED_LOGIT_BYTES = 12, 2
+"""Of a logit while the loss's backward pass runs: its logarithmic probability and the gradients of both, in float32; or
+16 bits, which a fused loss overwrites with the gradient."""
 GLOBAL_COPY_BYTES = 4
 """Of a parameter: what replicas agreed on when they were last averaged."""
 
@@ -74,9 +77,10 @@ def _stage_memory(model: Transformer, layout: ParallelLayout, last: bool) -> Dev
     # while the backward pass is in a layer, its values and their gradients are there
     working = 2 * mean.working
     if last or layout.pp == 1:
-        # logits of 2 bytes, their float32 copy and its gradient (Korthikanti et al. 2022, Section 4.3: 4 s b v), which
-        # are given back before the backward pass comes to a layer
-        working = max(working, 10 * layout.micro * model.sequence / layout.cp * model.vocabulary / layout.tp)
+        # given back before the backward pass comes to a layer
+        logit_bytes = FUSED_LOGIT_BYTES if layout.fused_loss else LOGIT_BYTES
+        logits = layout.micro * model.sequence / layout.cp * model.vocabulary / layout.tp
+        working = max(working, logit_bytes * logits)
     if layout.sharding == "parameters":
         # the layer that computes and the next one are gathered, and one has its whole gradient
         largest = max((held.dense + held.expert) / layers, model.embedding_parameters / layout.tp)
