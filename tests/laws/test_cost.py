@@ -120,7 +120,7 @@ MORE = ("topk:0.1,node=2", "int4,node=2")
 
 
 @pytest.mark.parametrize(("spec", "grains"), [*((s, 2) for s in (*REDUCERS, *MORE)), *((s, 1) for s in MORE)])
-@pytest.mark.draw(8)
+@pytest.mark.draw(5)
 def test_what_is_priced_once_costs_what_all_of_it_does(spec: str, grains: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradwire.drivers.plan.wave_grains", constantly(grains))
     reducer, model = parse(spec), layers(3)

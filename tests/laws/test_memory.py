@@ -216,7 +216,7 @@ PAIRS = pairs()
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS.keys())
-@pytest.mark.draw(6)
+@pytest.mark.draw(3)
 def test_what_memory_delivers_is_what_the_rule_says(pair: Pair) -> None:
     check_delivers(pair)
 

@@ -73,7 +73,7 @@ each_with_memory = pytest.mark.parametrize("reducer", WITH_MEMORY.values(), ids=
 
 
 @each_with_memory
-@pytest.mark.draw(3)
+@pytest.mark.draw(2)
 def test_what_is_remembered_stays_finite(reducer: Reducer) -> None:
     check_stays_finite(reducer, 1.0, ZEROS)
 
@@ -91,13 +91,14 @@ def test_methods_with_memory_are_found() -> None:
 
 
 @pytest.mark.parametrize("right", ["normalised", "orthonormal"])
+@pytest.mark.draw(1)
 def test_orthonormal_momentum_stays_finite(right: Literal["normalised", "orthonormal"]) -> None:
     """Its result has the length of a full step however short the momentum is."""
     check_stays_finite(OrthonormalMomentum(4, 0.8, right), 1e-36, ZEROS)
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.draw(6)
+@pytest.mark.draw(3)
 def test_optimizers_stay_finite(name: str, one_rank: None) -> None:
     torch.manual_seed(0)
     model = nn.Linear(40, 40)
