@@ -26,6 +26,7 @@ import argparse
 import functools
 import gc
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -61,6 +62,8 @@ AUTO = ["auto:safe", "auto:bold"]
 FLOOR = "torch.noop"
 HELD = "none"
 """Whose steps tell what a step computes."""
+COUNTED = ("worked_s", "encode_s", "wait_s")
+"""Of a step that is longer than predicted they tell whether computing, coding or messages are."""
 STEPS_OF_PACE = 4
 NEAR = 1.10
 """What a step under `auto` may take at most, by that of the best candidate."""
@@ -96,6 +99,11 @@ class Training:
         self.optimizer.step()
         self.steps_s.append(time.perf_counter() - began_s)
 
+    def counted(self) -> dict[str, float]:
+        """What the session has counted of a step on this rank, the median of each part."""
+        samples = list(self.session.window.samples) if self.session is not None else []
+        return {part: statistics.median(getattr(of, part) for of in samples) for part in COUNTED if samples}
+
     def close(self) -> None:
         """Communicate no more."""
         if self.session is not None:
@@ -108,20 +116,22 @@ class Timed:
 
     Attributes:
         steps_s: the step under each method.
+        parts: what the session of each method has counted of a step.
         chosen: what each `auto` has taken.
         rounds: of the method that had the fewest.
     """
 
     watch: Stopwatch
     steps_s: dict[str, float] = field(default_factory=dict[str, float])
+    parts: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
     chosen: dict[str, str] = field(default_factory=dict[str, str])
     rounds: int = 10**6
 
     def take_turns(self, trainings: dict[str, Training], rounds: int, stretch: int, cell_s: float) -> None:
         """Time the steps of some trainings, in turn, for about so many seconds."""
         for name, training in trainings.items():
-            warm = EARLY_AFTER + CHOOSES_AFTER + 1 if name in AUTO else START_UP + STEPS_OF_PACE * (name == HELD)
-            for _ in range(warm):
+            before = EARLY_AFTER + CHOOSES_AFTER + 1 if name in AUTO else STEPS_OF_PACE * (name == HELD)
+            for _ in range(before + START_UP):  # the first steps of a method also find its memory
                 training.step()
         jobs = {name: each.step for name, each in trainings.items()}
         once = self.watch.interleaved(jobs, 1, 1)
@@ -129,6 +139,7 @@ class Timed:
         found = self.watch.interleaved(jobs, min(rounds, affordable), stretch)
         self.rounds = min(self.rounds, rounds, affordable)
         self.steps_s |= {name: found.median_s(name) for name in trainings}
+        self.parts |= {name: counted for name, each in trainings.items() if (counted := each.counted())}
         self.chosen |= {name: trainings[name].session.automatic.choices[-1].spec for name in AUTO if name in trainings}
 
 
@@ -174,6 +185,7 @@ def on_rank(
         demands[name] = demand(name, model, world_size, link, coding_s=coded_s, beside=beside)
     return {
         "steps_s": timed.steps_s,
+        "parts": timed.parts,
         "chosen": timed.chosen,
         "bare_bits_per_s": max(bare, bare_rate(numel, world_size)),
         "link": [[each.alpha_s, each.beta_s_per_byte] for each in (link, *beside)],
@@ -251,7 +263,9 @@ def told_of(found: dict[str, Any], hosts: int, rate: str) -> dict[str, Any]:
     for name in predicted:
         ratio = measured[name] / predicted[name]["step_s"]
         said = ", ".join(f"{part[:-2]} {1e3 * value:.0f}" for part, value in predicted[name].items())
-        print(f"  {name:24} {1e3 * measured[name]:8.1f} ms, {ratio:.2f} of the predicted {said}")
+        counted = ", ".join(f"{part[:-2]} {1e3 * s:.0f}" for part, s in found.get("parts", {}).get(name, {}).items())
+        of_it = f" (counted in it: {counted})" if counted else ""
+        print(f"  {name:24} {1e3 * measured[name]:8.1f} ms{of_it}, {ratio:.2f} of the predicted {said}")
     for name in AUTO:
         candidates = [each.spec for each in allowed(name.partition(":")[2]) if each.spec in measured]
         best = min(candidates, key=lambda spec: measured[spec])
@@ -328,6 +342,8 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, default=900.0)
     parser.add_argument("--save", action="store_true", help="write a dated file into benchmarks/results")
     told = parser.parse_args()
+    memory = {name: value for name, value in sorted(os.environ.items()) if name.startswith("MALLOC_")}
+    setting = {"task": told.task, "environment": memory}
     if told.changing:
         result = {"changing": run_changing(told), "rates": told.changing, "hosts": told.hosts[0], "every": told.every}
         name = "choosing_changing"
@@ -341,11 +357,11 @@ def main() -> None:
             name = f"{hosts} hosts {rate}"
             cells[name] = told_of(kept.get(name) or cell(told, int(hosts), rate), int(hosts), rate)
             if told.save:  # what a run that is cut short has measured is kept
-                save_result("choosing", {"task": told.task, "cells": cells})
+                save_result("choosing", setting | {"cells": cells})
         result = {"cells": cells, "summary": summary(cells)}
         name = "choosing"
     if told.save:
-        print("wrote", save_result(name, {"task": told.task} | result))
+        print("wrote", save_result(name, setting | result))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def run(case: str, ranks: int, **arguments: Any) -> list[Any]:
 
 @pytest.mark.draw(1)
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.turns("big batches", 2)
+@pytest.mark.turns("big batches", 1)
 def test_windows_equal_the_big_batch_of_all_ranks(ranks: int) -> None:
     for found in run("equal_to_big_batch", ranks):
         assert {name: off for name, off in found.items() if not off < ROUNDING} == {}
@@ -43,7 +43,7 @@ def test_gradients_that_a_loop_delivers_equal_the_big_batch(ranks: int) -> None:
 
 @pytest.mark.draw(1)
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.turns("big batches", 2)
+@pytest.mark.turns("big batches", 1)
 def test_sharded_models_equal_the_big_batch(ranks: int) -> None:
     for found in run("sharded", ranks):
         assert {name: off for name, off in found.items() if not off < ROUNDING} == {}
@@ -60,7 +60,7 @@ def test_models_that_are_averaged_step_by_the_mean_of_their_own_tokens() -> None
 @pytest.mark.draw(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("case", ["sent", "sent_by_shards"])
-@pytest.mark.turns("big batches", 2)
+@pytest.mark.turns("big batches", 1)
 def test_a_window_of_8_micro_batches_sends_an_eighth(case: str, ranks: int) -> None:
     for found in run(case, ranks):
         for name, (once, each) in found.items():

@@ -50,7 +50,7 @@ AGREED = ("choices", "digest", "middle", "report", "account")
 CASES = str(Path(__file__).with_name("automatic_cases.py"))
 
 
-@pytest.mark.one_draw_in(3)
+@pytest.mark.one_draw_in(4)
 def test_ranks_choose_alike_adapt_lose_nothing_and_can_be_repeated(tmp_path: Path) -> None:
     """Two real ranks, whose measurements are planted and differ; the link becomes fast in step 25."""
     ranks: list[dict[str, Any]] = run_function(f"{CASES}:chosen", 2, {"folder": str(tmp_path)}, 240)

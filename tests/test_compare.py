@@ -489,7 +489,7 @@ def test_auto_is_compared_and_its_row_says_what_it_chose(toy: str, tmp_path: Pat
     assert run.wire.other > dense.wire.other  # what was sent to measure the link is counted at the interface
 
 
-@pytest.mark.turns("bad runs", 2)
+@pytest.mark.turns("bad runs", 1)
 def test_a_rank_that_dies_is_named_with_its_last_lines(toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     argv = ["compare", "--task", "gradwire_toy:dies", "--hosts", "2", "--steps", "8", "--network", "paced"]
     assert cli.main([*argv, "--methods", "torch.fp32", "--out", str(tmp_path / "out")]) == 1
@@ -517,7 +517,7 @@ def test_news_are_told_from_what_a_task_prints():
         assert read_news(f"@gradwire f00d {text}", "f00d", News) is None
 
 
-@pytest.mark.turns("bad runs", 2)
+@pytest.mark.turns("bad runs", 1)
 def test_names_are_shown_as_they_are_and_output_that_looks_like_news_is_none(
     toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -540,7 +540,7 @@ def test_a_bar_shows_names_as_they_are():
     assert "[/x]" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.turns("bad runs", 2)
+@pytest.mark.turns("bad runs", 1)
 def test_a_loss_that_is_no_number_ends_with_a_cross_and_a_status_of_its_own(
     toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -553,7 +553,7 @@ def test_a_loss_that_is_no_number_ends_with_a_cross_and_a_status_of_its_own(
     assert json.loads((out / "verdict.json").read_text())["alarm"] is True
 
 
-@pytest.mark.turns("bad runs", 2)
+@pytest.mark.turns("bad runs", 1)
 def test_a_task_that_ends_the_process_is_a_failed_run(toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     argv = ["compare", "--task", "gradwire_toy:gone", "--hosts", "1", "--steps", "8", "--network", "paced"]
     assert cli.main([*argv, "--methods", "torch.fp32", "--out", str(tmp_path / "out")]) == 1

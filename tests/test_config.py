@@ -374,7 +374,7 @@ def test_what_fsdp2_cannot_be_given_is_refused(arguments: str, says: str, capsys
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.one_draw_in(3)
+@pytest.mark.one_draw_in(4)
 def test_a_script_for_fsdp2_trains_as_it_is(tmp_path: Path) -> None:
     """Two nodes of one rank each, with a method between them and micro-batches."""
     file = tmp_path / "train.py"

@@ -908,6 +908,7 @@ def test_workers_that_are_killed_come_back(method: str, lost: str, deaths: list[
     assert found.windows >= 33
 
 
+@pytest.mark.one_draw_in(2)
 def test_who_is_asked_to_leave_does(crew: Crew, tmp_path: Path) -> None:
     """Its flight record tells what it does, and that SIGTERM was not its end."""
     plan, records = plan_for(16_000, records=str(tmp_path)), tmp_path

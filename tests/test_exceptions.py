@@ -121,6 +121,7 @@ def test_a_rank_that_has_begun_nothing_goes_on_in_step(port: str, point: str, wh
         assert len({one["digest"] for one in found}) == 1
 
 
+@pytest.mark.one_draw_in(2)
 def test_ranks_of_fsdp2_that_leave_a_pass_alike_go_on_in_pairs() -> None:
     for point in ("forward", "loss", "between"):
         found = [outcome[f"{point} -1"] for outcome in left_alike()]

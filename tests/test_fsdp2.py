@@ -145,7 +145,7 @@ def test_what_arrives_and_what_is_owed_is_what_was_given(spec: str, kind: str, s
         assert found["off"] <= rounding
 
 
-@pytest.mark.one_draw_in(2)
+@pytest.mark.one_draw_in(3)
 def test_a_factor_that_gloo_cannot_multiply_by_is_served() -> None:
     """FSDP2 alone asks for `set_force_sum_reduction_for_comms` there."""
     for outcome in outcomes("others"):
@@ -438,7 +438,7 @@ def test_ddp_gathers_no_parameters() -> None:
 # Copies of a sharded model ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_draw_in(2)
+@pytest.mark.one_draw_in(3)
 @pytest.mark.parametrize(("kind", "rounding"), [("none", 2e-6), ("fp16", 1e-3)])
 @pytest.mark.draw(1)
 def test_copies_are_averaged_as_over_a_mesh_of_two_dimensions(kind: str, rounding: float) -> None:

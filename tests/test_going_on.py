@@ -36,9 +36,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory, asked: list[Mapping[str, Any
     return whole, again
 
 
-@pytest.mark.one_draw_in(2)
+@pytest.mark.one_draw_in(3)
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(REFUSED)])
-@pytest.mark.draw(16)
+@pytest.mark.draw(8)
 def test_a_run_that_is_taken_up_ends_with_the_same_bits(name: str, ended: tuple[Ended, Ended]) -> None:
     for whole, again in zip(*ended, strict=True):
         assert whole[name].keys() == {"own", "end", "moved"}, whole[name]

@@ -273,7 +273,7 @@ def test_the_rate_is_obeyed_and_the_counters_are_right(mode: Literal["root", "us
     assert received == pytest.approx(size, rel=0.02)
 
 
-@pytest.mark.one_draw_in(3)
+@pytest.mark.one_draw_in(4)
 @SECONDS
 @pytest.mark.net
 @pytest.mark.parametrize("mode", ["root", "user"])
@@ -304,7 +304,7 @@ def test_a_rate_changes_only_where_there_is_a_link_to_change():
         network.change_rate("1mbit")
 
 
-@pytest.mark.one_draw_in(2)
+@pytest.mark.one_draw_in(3)
 @SECONDS
 @pytest.mark.net
 @pytest.mark.parametrize("mode", ["root", "user"])

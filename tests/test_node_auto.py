@@ -25,7 +25,7 @@ def run(case: str, ranks: int = 4, **arguments: Any) -> list[Any]:
 
 @pytest.mark.parametrize("nodes", ["aabb", "abcd", "aaaa"])
 @pytest.mark.draw(1)
-@pytest.mark.turns("nodes", 3)
+@pytest.mark.turns("nodes", 2)
 def test_it_is_the_number_of_ranks_on_each_node(nodes: str) -> None:
     size = len(nodes) // len(set(nodes))
     found = run("reduced", method="int4,node=auto", nodes=nodes)
@@ -38,14 +38,14 @@ def test_it_is_the_number_of_ranks_on_each_node(nodes: str) -> None:
         assert one["reducer"] in one["begun"]
 
 
-@pytest.mark.turns("nodes", 3)
+@pytest.mark.turns("nodes", 2)
 def test_a_session_changes_to_it() -> None:
     changed = run("reduced", method="none", nodes="aabb", change="topk:0.1,node=auto")
     written = run("reduced", method="none", nodes="aabb", change="topk:0.1,node=2")
     assert [(one["sums"], one["reducer"]) for one in changed] == [(one["sums"], one["reducer"]) for one in written]
 
 
-@pytest.mark.turns("nodes", 3)
+@pytest.mark.turns("nodes", 2)
 def test_models_that_are_averaged_find_their_nodes() -> None:
     found, written = (
         run("averaged", method=f"local:2,outer=(int4,node={node})", nodes="aabb") for node in ("auto", "2")
@@ -53,7 +53,7 @@ def test_models_that_are_averaged_find_their_nodes() -> None:
     assert found == written
 
 
-@pytest.mark.turns("nodes", 3)
+@pytest.mark.turns("nodes", 2)
 def test_nodes_of_unequal_size_are_found() -> None:
     """Gloo's ranks end with the bits that virtual ranks end with, and their counters show what is predicted."""
     found = run("reduced", method="int4,node=auto", nodes="abbccc", ranks=6)
@@ -111,7 +111,7 @@ latency_ms = 0.1
 
 @pytest.mark.draw(1)
 @pytest.mark.parametrize(("site", "written"), [("1mbit", "2x2"), ("100mbit", "2")])
-@pytest.mark.turns("nodes", 3)
+@pytest.mark.turns("nodes", 2)
 def test_inside_groups_of_nodes_it_compresses_where_that_takes_less_time(
     site: str, written: str, tmp_path: Path
 ) -> None:

@@ -142,7 +142,7 @@ def test_what_cannot_be_served_is_refused_with_what_to_do() -> None:
 # Optimizers that step early ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_draw_in(2)
+@pytest.mark.one_draw_in(3)
 def test_parameters_stepped_as_their_means_come_end_at_the_bits_of_one_step() -> None:
     for own in run("early", 2, specs=["none", "int4"]):
         for found in own.values():
@@ -194,7 +194,7 @@ def test_there_is_nothing_to_tune_where_nothing_is_communicated() -> None:
         assert "apply takes a DistributedDataParallel" in said["apply"]
 
 
-@pytest.mark.one_draw_in(3)
+@pytest.mark.one_draw_in(4)
 def test_the_command_tunes_a_task_under_a_launcher(tmp_path: Path) -> None:
     out, printed = tmp_path / "overlap.json", list[tuple[int, str]]()
     words = ["overlap", "--task", "digits", "--method", "int8", "--rounds", "1", "--out", str(out)]

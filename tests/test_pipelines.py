@@ -41,7 +41,7 @@ def test_every_schedule_gives_what_one_process_gives(ranks: int) -> None:
         assert sum(of_rank[name]["has_output"] for of_rank in found) == 1
 
 
-@pytest.mark.one_draw_in(3)
+@pytest.mark.one_draw_in(4)
 def test_eight_ranks_give_what_one_process_gives() -> None:
     found = run("every_schedule", 8, names=["1F1B", "ZBVZeroBubble"], micro_batches=16)
     assert all(of_schedule["distance"] < 1e-12 for of_rank in found for of_schedule in of_rank.values())
@@ -92,7 +92,7 @@ def test_messages_without_a_codec_are_those_that_the_planner_prices() -> None:
     assert [request.nbytes for request in mine] == [request.nbytes for request in between_stages(15, 2, 1)]
 
 
-@pytest.mark.one_draw_in(3)
+@pytest.mark.one_draw_in(4)
 def test_the_interface_counts_what_stages_say() -> None:
     needs_namespaces()
     with Network(2, "1gbit") as network:

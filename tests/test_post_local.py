@@ -22,6 +22,7 @@ def run(case: str, ranks: int) -> list[Any]:
     return run_function(f"{CASES}:{case}", ranks, {}, 120)
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize("reduces", ["True", "False"])
 def test_it_trains_as_pytorchs_does(reduces: str) -> None:
     """Over many buckets on our side, with two groups of two ranks."""

@@ -62,7 +62,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run("ways", 2, tmp_path_factory.mktemp("ways"))
 
 
-@pytest.mark.one_draw_in(2)
+@pytest.mark.one_draw_in(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_save_is_one_to_resume_exactly(way: str, resumed: list[dict[str, Any]]) -> None:
     for outcome in resumed:

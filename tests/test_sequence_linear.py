@@ -38,6 +38,7 @@ def layers(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.parametrize("ranks", [2, 4, 8, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.draw(1)
 def test_outputs_and_gradients_are_those_of_one_process(ranks: int) -> None:

@@ -58,7 +58,7 @@ def attentions(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@pytest.mark.one_draw_in(2)
+@pytest.mark.one_draw_in(3)
 @pytest.mark.parametrize("ranks", [2, 4, 8, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.draw(1)
 def test_outputs_and_gradients_are_those_of_one_process(ranks: int) -> None:
@@ -99,7 +99,7 @@ def test_keys_and_values_in_eight_bits_are_what_every_rank_attends_to() -> None:
         assert max(errors) < 1e-5
 
 
-@pytest.mark.one_draw_in(2)
+@pytest.mark.one_draw_in(3)
 @pytest.mark.parametrize(
     ("codec", "dtype"),
     [(None, "float32"), (None, "bfloat16"), (None, "float64"), ("int8:64", "bfloat16"), ("int8:128", "bfloat16")],

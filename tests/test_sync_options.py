@@ -118,7 +118,7 @@ def found(asked: list[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("case", TRIED, ids=lambda case: case.specs[0] if case.specs else case.base)
-@pytest.mark.draw(12)
+@pytest.mark.draw(8)
 def test_what_an_option_asks_for_happens(case: Tried, found: list[dict[str, str]]) -> None:
     had = [spec for spec in case.specs if spec in found[0]]
     assert had, f"no value of an option of {case.base} can be had"

@@ -67,7 +67,7 @@ def test_shards_are_averaged_as_whole_models_are(method: str, siblings: Siblings
 
 
 @pytest.mark.parametrize("method", ["int8", "sparse"])
-@pytest.mark.turns("one shard", 2)
+@pytest.mark.turns("one shard", 1)
 def test_a_shard_is_coded_by_itself_and_keeps_what_it_owes(method: str) -> None:
     for outcome in outcomes("coded"):
         found = outcome[method]
@@ -90,7 +90,7 @@ def test_copies_are_equal_whatever_fsdp2_does_within_them(variant: str, siblings
         assert not set(found["still"]) & set(found["trained"])
 
 
-@pytest.mark.turns("one shard", 2)
+@pytest.mark.turns("one shard", 1)
 def test_what_is_kept_has_the_size_of_a_shard() -> None:
     found = [outcome["sizes"] for outcome in outcomes("others")]
     for one in found:
@@ -103,7 +103,7 @@ def test_what_is_kept_has_the_size_of_a_shard() -> None:
 
 @pytest.mark.parametrize("name", [*CODED, "diloco", "streaming"])
 @pytest.mark.draw(1)
-@pytest.mark.turns("one shard", 2)
+@pytest.mark.turns("one shard", 1)
 def test_a_run_goes_on_exactly_from_mid_window(name: str, tmp_path: Path) -> None:
     first, again = (run("resumed", folder=str(tmp_path), again=again, name=name) for again in (False, True))
     assert first == again
@@ -166,6 +166,7 @@ def test_a_rank_that_fails_keeps_nobody_waiting(how: str, tmp_path: Path) -> Non
         assert all("rank 1 failed with ValueError: no more memory" in said for said in others)
 
 
+@pytest.mark.one_draw_in(2)
 @pytest.mark.turns("failure", 1)
 def test_a_silent_rank_is_an_error_on_all_ranks_after_the_deadline(tmp_path: Path) -> None:
     found = run("failing", folder=str(tmp_path), how="silent")

@@ -104,7 +104,7 @@ def test_a_shape_knows_its_parameters(model: dict[str, int]) -> None:
 # Layouts -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.turns("eight ranks", 2)
+@pytest.mark.turns("eight ranks", 1)
 @pytest.mark.draw(1)
 @pytest.mark.parametrize(
     ("layouts", "model"), [(DENSE_LAYOUTS, {}), (EXPERT_LAYOUTS, EXPERTS)], ids=["dense", "experts"]
@@ -135,7 +135,7 @@ def test_the_examples_have_the_loss_curve_of_one_process(name: str) -> None:
     require_alike([rank[0] for rank in ranks])
 
 
-@pytest.mark.turns("eight ranks", 2)
+@pytest.mark.turns("eight ranks", 1)
 @pytest.mark.draw(1)
 @pytest.mark.parametrize("method", ["int8", "topk:0.05", "powersgd:2", "fp16,node=auto"])
 def test_any_method_leaves_ranks_with_the_same_bits(method: str) -> None:
@@ -147,7 +147,7 @@ def test_any_method_leaves_ranks_with_the_same_bits(method: str) -> None:
         require_alike([rank[place] for rank in ranks])
 
 
-@pytest.mark.turns("eight ranks", 2)
+@pytest.mark.turns("eight ranks", 1)
 def test_codecs_of_all_axes_train_too() -> None:
     dense = {"pp": {"ranks": 2, "codec": "int8"}, "dp": {"ranks": 2}, "tp": {"ranks": 2, "codec": "int8:32"}}
     experts = {"ep": {"ranks": 2, "codec": "int8:32"}, "cp": {"ranks": 2, "codec": "int8:8"}, "dp": {"ranks": 2}}
@@ -163,7 +163,7 @@ def test_codecs_of_all_axes_train_too() -> None:
 # Saves ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.turns("eight ranks", 2)
+@pytest.mark.turns("eight ranks", 1)
 @pytest.mark.draw(1)
 @pytest.mark.parametrize(
     ("layout", "model"),
@@ -184,7 +184,7 @@ def test_a_training_goes_on_exactly(layout: dict[str, Any], model: dict[str, int
     assert [each.name for each in tmp_path.iterdir()] == ["step-000003"]
 
 
-@pytest.mark.turns("eight ranks", 2)
+@pytest.mark.turns("eight ranks", 1)
 @pytest.mark.draw(1)
 @pytest.mark.parametrize("model", [{}, EXPERTS], ids=["dense", "experts"])
 def test_a_training_goes_on_under_any_layout(model: dict[str, int], tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_training_goes_on_under_any_layout(model: dict[str, int], tmp_path: Pa
         assert off(ranks[0]["others"][place]["figures"], ranks[0]["straight"]) < 1e-11
 
 
-@pytest.mark.turns("eight ranks", 2)
+@pytest.mark.turns("eight ranks", 1)
 def test_what_is_owed_is_shared_by_other_replicas_and_lost_by_nobody(tmp_path: Path) -> None:
     saved = tables({"pp": {"ranks": 2}, "dp": {"ranks": 2, "method": "topk:0.1"}, "cp": {"ranks": 2}})
     shared = tables({"pp": {"ranks": 2}, "dp": {"ranks": 4, "method": "topk:0.1"}})

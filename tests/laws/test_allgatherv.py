@@ -19,7 +19,7 @@ from .subjects import CPU, DTYPES, bits, codecs, sample
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("codec", [*codecs(), TopK(0.1, indices="rice")], ids=repr)
-@pytest.mark.draw(12)
+@pytest.mark.draw(6)
 def test_the_mean_is_that_of_an_all_gather(codec: Codec, dtype: torch.dtype) -> None:
     grain = flat_grain(2571, dtype=dtype)
     xs = [sample(kind, grain.shape, dtype, seed=1) for kind in ("normal", "sparse", "zeros")]

@@ -91,7 +91,7 @@ def allocations(reducer: Reducer) -> list[str]:
 
 
 @pytest.mark.parametrize("reducer", REDUCERS.values(), ids=REDUCERS.keys())
-@pytest.mark.draw(10)
+@pytest.mark.draw(5)
 def test_only_the_mean_is_allocated(reducer: Reducer) -> None:
     made = allocations(reducer)
     assert len(made) <= 1, made

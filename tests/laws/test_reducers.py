@@ -237,7 +237,7 @@ UNBIASED = {
 
 
 @pytest.mark.parametrize("reducer", UNBIASED.values(), ids=UNBIASED.keys())
-@pytest.mark.draw(10)
+@pytest.mark.draw(5)
 def test_means_of_unbiased_codecs_are_unbiased(reducer: Reducer) -> None:
     grain, steps = flat_grain(600), 300
     xs = inputs(grain, 3, "heavy", 2)

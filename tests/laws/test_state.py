@@ -91,7 +91,7 @@ def layout(state: State) -> dict[str, tuple[tuple[int, ...], int]]:
 
 
 @each_reducer
-@pytest.mark.draw(30)
+@pytest.mark.draw(15)
 def test_a_damaged_state_is_refused_and_nothing_is_changed(reducer: Reducer) -> None:
     grain, ranks = two_parameters(reducer), ranks_for(reducer, 2)
     lockstep = ran(reducer, grain, ranks, steps=2)
