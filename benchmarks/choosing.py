@@ -211,6 +211,10 @@ def _parts(forecast: Any) -> dict[str, float]:
     return {name: getattr(forecast, name) for name in named} | {"step_s": forecast.step_s}
 
 
+def _in_ms(parts: dict[str, float]) -> str:
+    return ", ".join(f"{part.removesuffix('_s')} {1e3 * seconds:.0f}" for part, seconds in parts.items())
+
+
 def changing(rank: int, world_size: int, task: str, method: str, every: int) -> dict[str, Any]:
     """Train while the rate changes: after `every` steps, and back after as many again."""
     torch.set_num_threads(1)
@@ -262,9 +266,8 @@ def told_of(found: dict[str, Any], hosts: int, rate: str) -> dict[str, Any]:
     found["errors"] = {name: predicted[name]["step_s"] / measured[name] - 1 for name in predicted if name != HELD}
     for name in predicted:
         ratio = measured[name] / predicted[name]["step_s"]
-        said = ", ".join(f"{part[:-2]} {1e3 * value:.0f}" for part, value in predicted[name].items())
-        counted = ", ".join(f"{part[:-2]} {1e3 * s:.0f}" for part, s in found.get("parts", {}).get(name, {}).items())
-        of_it = f" (counted in it: {counted})" if counted else ""
+        said, counted = _in_ms(predicted[name]), found.get("parts", {}).get(name)  # older files have no parts
+        of_it = f" (counted in it: {_in_ms(counted)})" if counted else ""
         print(f"  {name:24} {1e3 * measured[name]:8.1f} ms{of_it}, {ratio:.2f} of the predicted {said}")
     for name in AUTO:
         candidates = [each.spec for each in allowed(name.partition(":")[2]) if each.spec in measured]

@@ -166,7 +166,6 @@ def test_a_rank_that_fails_keeps_nobody_waiting(how: str, tmp_path: Path) -> Non
         assert all("rank 1 failed with ValueError: no more memory" in said for said in others)
 
 
-@pytest.mark.one_draw_in(2)
 @pytest.mark.turns("failure", 1)
 def test_a_silent_rank_is_an_error_on_all_ranks_after_the_deadline(tmp_path: Path) -> None:
     found = run("failing", folder=str(tmp_path), how="silent")
