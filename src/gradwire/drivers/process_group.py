@@ -15,12 +15,16 @@ from gradwire.core import buffers
 from gradwire.core.axis import SubGroups
 from gradwire.core.collective import AllGather, AllReduce, AllToAll, AllToAllV, Collective
 from gradwire.core.errors import ConnectionLost
+from gradwire.core.link import Link
 from gradwire.core.messages import SendRecv
 from gradwire.drivers.groups import deadline_of, destroy, new_group
 from gradwire.drivers.interpreter import Pending, served
 
 SMALL_ROW_BYTES = 1 << 16
 LARGE_ROWS_BYTES = 1 << 19
+SLOW_ROW_S = 2.5e-3
+"""What the bytes of a row take on a slow link, at least. Posting a message can cost as much: the thread that posts may
+lose its core to Gloo's own thread, which then waits for it."""
 
 
 class Watcher(Protocol):
@@ -87,12 +91,17 @@ class _Started:
 class GroupTransport:
     """Issues batches on a process group, all of them asynchronous.
 
-    Gloo's all_gather moves large rows at 94% of a link's rate but takes 3.5 ms for the smallest; an all-to-all of the
-    repeated row sends the same bytes, takes 0.6 ms, and on large rows loses a quarter to flows that meet at a receiver.
-    They break even at about 64 KiB a row on four hosts at 100 Mbit/s (docs/building/log/links.md).
+    Gloo's all_to_all sends before it receives. On a link that its bytes fill for a while, the word that a rank is ready
+    to receive waits behind what that rank sends, so the two directions are used in turn: 1.9 times what the bytes of
+    one direction take on two hosts. The same messages, each receive posted before the sends, take 1.03. Each costs up
+    to 2 ms more on hosts with few cores, so they are for rows that take longer than that.
 
-    Gloo's all_to_all takes 1.6 times as long as the same messages posted one by one where they are large (16 MB on four
-    hosts at 200 Mbit/s: 839 against 535 ms; 1 MB: 47 against 37; 256 KB: 10.4 against 11.1), so large rows are posted.
+    Gloo's all_gather is a ring, which takes 3.5 ms for the smallest rows of four hosts; an all-to-all of the repeated
+    row takes 0.6 ms. Where a row fills the link for longer, the ring takes 1.01 to 1.1 times as long as the bytes, and
+    between two hosts 1.3, where messages take 1.03.
+
+    How long a row fills the link can be told once `link` is known. Before that, and on sub-groups, sizes decide that
+    were found at 100 and 200 Mbit/s (`benchmarks/exchanges.py`, docs/building/log/links.md).
 
     Collectives on an axis have a group of their own for each sub-group, made when the first one is issued: all its
     members reach that place in the same static order. Messages between pairs travel on the whole group.
@@ -100,10 +109,15 @@ class GroupTransport:
     Args:
         group: of all ranks.
         watcher: is told what this rank is doing.
+
+    Attributes:
+        link: what a message between two ranks of the whole group takes, alike on all ranks; None until somebody has
+            timed it. It is set while nothing is under way, since all ranks must issue the same messages.
     """
 
     def __init__(self, group: dist.ProcessGroup, watcher: Watcher | None = None) -> None:
         self.group = group
+        self.link: Link | None = None
         self._watcher = watcher
         self.rank, self.world_size = group.rank(), group.size()
         self._ranks = range(self.world_size)
@@ -140,14 +154,18 @@ class GroupTransport:
         return _started(dist.all_reduce(buffer, op, group, async_op=True), buffer)
 
     def all_gather(self, request: AllGather) -> Issued:
-        """By an all-to-all where rows are small."""
+        """By an all-to-all where rows are small, and as messages between two ranks on a slow link."""
         row = request.tensor
         if not row.numel():
             size = request.axis.size_of(self.rank) if request.axis else self.world_size
             return [], row.new_empty((size, 0))
         group, size = self._group_of(request.axis)
-        if self._is_gloo and row.numel() <= SMALL_ROW_BYTES:
-            return self._swapped(buffers.copied(row.expand(size, -1)), group)
+        if self._is_gloo:
+            rows, is_slow = row.expand(size, -1), self._is_slow(row.numel(), group)
+            if is_slow and size == 2:
+                return self._posted(rows, group)
+            if not is_slow and row.numel() <= SMALL_ROW_BYTES:
+                return self._swapped(buffers.copied(rows), group)
         out = buffers.empty((size * row.numel(),), row.dtype, row.device)
         # Newer PyTorch renames it and warns of the old name.
         gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
@@ -155,7 +173,7 @@ class GroupTransport:
         return _started(work, out.view(size, -1))
 
     def all_to_all(self, request: AllToAll) -> Issued:
-        """By messages where rows are large."""
+        """By messages where rows are large, or the link is slow."""
         if not request.tensor.numel():
             return [], request.tensor
         return self._swapped(request.tensor, self._group_of(request.axis)[0])
@@ -170,16 +188,20 @@ class GroupTransport:
         return _started(dist.all_to_all_single(out, rows, *sizes, group=group, async_op=True), out)
 
     def _swapped(self, rows: Tensor, group: dist.ProcessGroup) -> Issued:
+        if self._is_gloo and (rows.numel() >= LARGE_ROWS_BYTES or self._is_slow(rows[0].numel(), group)):
+            return self._posted(rows, group)
         out = buffers.like(rows)
-        if self._is_gloo and rows.numel() >= LARGE_ROWS_BYTES:
-            return self._swapped_by_messages(rows, out, group)
         if self._is_gloo:
             return [group.alltoall_base(out, rows, [], [], dist.AllToAllOptions())], out
         return _started(dist.all_to_all_single(out, rows, group=group, async_op=True), out)
 
-    def _swapped_by_messages(self, rows: Tensor, out: Tensor, group: dist.ProcessGroup) -> Issued:
+    def _is_slow(self, row_bytes: int, group: dist.ProcessGroup) -> bool:
+        """Whether a row fills the link for long, as far as is known."""
+        return self.link is not None and group is self.group and row_bytes * self.link.beta_s_per_byte >= SLOW_ROW_S
+
+    def _posted(self, rows: Tensor, group: dist.ProcessGroup) -> Issued:
         """An all-to-all as messages; each rank begins with the next one, so that not all begin with the same."""
-        rank, n = group.rank(), rows.shape[0]
+        out, rank, n = buffers.empty(rows.shape, rows.dtype, rows.device), group.rank(), rows.shape[0]
         out[rank].copy_(rows[rank])
         peers = [(rank + i) % n for i in range(1, n)]
         sends, receives = [(peer, rows[peer]) for peer in peers], [(peer, out[peer]) for peer in reversed(peers)]

@@ -19,6 +19,7 @@ from gradwire.core.errors import StepError
 from gradwire.core.figures import listed
 from gradwire.core.link import Link
 from gradwire.core.state import square_sum, walk
+from gradwire.drivers.contention import message
 from gradwire.drivers.engine import Engine, Stats
 from gradwire.drivers.groups import is_registered
 from gradwire.drivers.link_profiler import LinkProfiler
@@ -204,7 +205,8 @@ class Figures:
         """Take the times of the link from its profile, where they are kept, or measure them."""
         nbytes, caps = self.engine.dense_bytes, self.window.caps or DDP_CAPS
         ask = functools.partial(self._links.reduction_times, nbytes, caps, again=again)
-        self._link_times = self.lane.call(ask, " in measure_link")
+        self._link_times = times = self.lane.call(ask, " in measure_link")
+        self.transport.link = times and message(times.link, self.transport.world_size)
         if self._board is None and self._link_times and self.estimates and self.device.type == "cpu":
             group = self.lane.group
             self._board = StepBoard(self.lane.store, self.lane.name, group.rank(), group.size())
