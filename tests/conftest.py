@@ -30,8 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 TIMED = (
-    *("test_compare", "test_compare_sharded", "test_crossover", "test_delay", "test_measure", "test_net"),
-    *("test_net_exec", "test_probing", "test_routes", "test_run_report", "test_slow", "test_step_time"),
+    *("test_compare", "test_compare_sharded", "test_crossover", "test_delay", "test_exchanges", "test_measure"),
+    *("test_net", "test_net_exec", "test_probing", "test_routes", "test_run_report", "test_slow", "test_step_time"),
 )
 """Tests in which sessions time their link, as they do elsewhere: most of what it takes to make one."""
 

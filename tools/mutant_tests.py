@@ -75,7 +75,7 @@ FILES: dict[str, tuple[Stage, ...]] = {
     "drivers/nodes.py": (("tests/test_node_auto.py",),),
     "drivers/plan.py": (("src/gradwire/drivers/plan.py", "tests/test_plan.py", ENGINE),),
     "drivers/probing.py": (("src/gradwire/drivers/probing.py", "tests/test_probing.py"),),
-    "drivers/process_group.py": (("tests/test_interpreter.py", "tests/test_handle.py"), ROUTES, HOOKS, DDP),
+    "drivers/process_group.py": (("tests/test_interpreter.py", "tests/test_exchanges.py"), ("tests/test_handle.py",), ROUTES, HOOKS, DDP),
     "drivers/slot.py": ((ENGINE, "tests/test_handle.py"), ONE_RANK),
     "drivers/stack.py": (("src/gradwire/drivers/stack.py", "tests/test_layers.py"),),
     "drivers/timing.py": (("src/gradwire/drivers/timing.py", "tests/laws/test_routes.py"),),

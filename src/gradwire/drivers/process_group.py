@@ -22,9 +22,9 @@ from gradwire.drivers.interpreter import Pending, served
 
 SMALL_ROW_BYTES = 1 << 16
 LARGE_ROWS_BYTES = 1 << 19
-SLOW_ROW_S = 2.5e-3
-"""What the bytes of a row take on a slow link, at least. Posting a message can cost as much: the thread that posts may
-lose its core to Gloo's own thread, which then waits for it."""
+"""Bytes of a row up to which it is small, and of all rows from which on they are large, where no link is known."""
+SLOW_ROW_S = 3e-3
+"""What the bytes of a row take at least where its link is slow: on fewer bytes Gloo's all_to_all is the quickest."""
 
 
 class Watcher(Protocol):
@@ -91,17 +91,17 @@ class _Started:
 class GroupTransport:
     """Issues batches on a process group, all of them asynchronous.
 
-    Gloo's all_to_all sends before it receives. On a link that its bytes fill for a while, the word that a rank is ready
-    to receive waits behind what that rank sends, so the two directions are used in turn: 1.9 times what the bytes of
-    one direction take on two hosts. The same messages, each receive posted before the sends, take 1.03. Each costs up
-    to 2 ms more on hosts with few cores, so they are for rows that take longer than that.
+    Gloo's all_to_all sends before it receives. Where a row fills the link for a while, the word that a rank is ready to
+    receive waits behind what that rank sends. So the two directions are used in turn: on two hosts that takes 1.9 times
+    what the bytes of one direction take, and on four 1.6 times. The same messages, each receive posted before the
+    sends, take 1.02 to 1.1. Each of them costs up to 2 ms more where cores are few, so short rows are not posted.
 
-    Gloo's all_gather is a ring, which takes 3.5 ms for the smallest rows of four hosts; an all-to-all of the repeated
-    row takes 0.6 ms. Where a row fills the link for longer, the ring takes 1.01 to 1.1 times as long as the bytes, and
-    between two hosts 1.3, where messages take 1.03.
+    Gloo's all_gather is a ring: four hosts take 4 ms for the smallest rows, and 1.5 to 2 times what an all_to_all of
+    the repeated row takes on a fast link. Where a row fills the link it takes 1.02 to 1.1 times what the bytes take,
+    but 1.3 on two hosts, where messages take 1.02 to 1.1.
 
-    How long a row fills the link can be told once `link` is known. Before that, and on sub-groups, sizes decide that
-    were found at 100 and 200 Mbit/s (`benchmarks/exchanges.py`, docs/building/log/links.md).
+    How long a row fills the link is known once `link` is. Before that, and on sub-groups, sizes decide that are right
+    at about 100 Mbit/s (`benchmarks/exchanges.py`, docs/building/log/links.md).
 
     Collectives on an axis have a group of their own for each sub-group, made when the first one is issued: all its
     members reach that place in the same static order. Messages between pairs travel on the whole group.
@@ -154,18 +154,19 @@ class GroupTransport:
         return _started(dist.all_reduce(buffer, op, group, async_op=True), buffer)
 
     def all_gather(self, request: AllGather) -> Issued:
-        """By an all-to-all where rows are small, and as messages between two ranks on a slow link."""
+        """By an all-to-all, unless rows are large for the link."""
         row = request.tensor
         if not row.numel():
             size = request.axis.size_of(self.rank) if request.axis else self.world_size
             return [], row.new_empty((size, 0))
         group, size = self._group_of(request.axis)
         if self._is_gloo:
-            rows, is_slow = row.expand(size, -1), self._is_slow(row.numel(), group)
-            if is_slow and size == 2:
-                return self._posted(rows, group)
-            if not is_slow and row.numel() <= SMALL_ROW_BYTES:
+            link, rows = self._link_of(group), row.expand(size, -1)
+            is_slow = row.numel() > SMALL_ROW_BYTES if link is None else _is_slow(row.numel(), link)
+            if not is_slow:
                 return self._swapped(buffers.copied(rows), group)
+            if link is not None and size == 2:
+                return self._posted(rows, group)
         out = buffers.empty((size * row.numel(),), row.dtype, row.device)
         # Newer PyTorch renames it and warns of the old name.
         gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
@@ -173,7 +174,7 @@ class GroupTransport:
         return _started(work, out.view(size, -1))
 
     def all_to_all(self, request: AllToAll) -> Issued:
-        """By messages where rows are large, or the link is slow."""
+        """By messages where rows are large for the link."""
         if not request.tensor.numel():
             return [], request.tensor
         return self._swapped(request.tensor, self._group_of(request.axis)[0])
@@ -188,16 +189,17 @@ class GroupTransport:
         return _started(dist.all_to_all_single(out, rows, *sizes, group=group, async_op=True), out)
 
     def _swapped(self, rows: Tensor, group: dist.ProcessGroup) -> Issued:
-        if self._is_gloo and (rows.numel() >= LARGE_ROWS_BYTES or self._is_slow(rows[0].numel(), group)):
-            return self._posted(rows, group)
+        if self._is_gloo:
+            link = self._link_of(group)
+            if rows.numel() >= LARGE_ROWS_BYTES if link is None else _is_slow(rows.shape[1], link):
+                return self._posted(rows, group)
         out = buffers.like(rows)
         if self._is_gloo:
             return [group.alltoall_base(out, rows, [], [], dist.AllToAllOptions())], out
         return _started(dist.all_to_all_single(out, rows, group=group, async_op=True), out)
 
-    def _is_slow(self, row_bytes: int, group: dist.ProcessGroup) -> bool:
-        """Whether a row fills the link for long, as far as is known."""
-        return self.link is not None and group is self.group and row_bytes * self.link.beta_s_per_byte >= SLOW_ROW_S
+    def _link_of(self, group: dist.ProcessGroup) -> Link | None:
+        return self.link if group is self.group else None
 
     def _posted(self, rows: Tensor, group: dist.ProcessGroup) -> Issued:
         """An all-to-all as messages; each rank begins with the next one, so that not all begin with the same."""
@@ -287,6 +289,10 @@ Issued = tuple[Sequence[dist.Work], Tensor]
 
 _Letters = list[tuple[int, Tensor]]
 """Peers of a group, and what goes to or comes from each."""
+
+
+def _is_slow(row_bytes: int, link: Link) -> bool:
+    return row_bytes * link.beta_s_per_byte >= SLOW_ROW_S
 
 
 def _started(work: dist.Work | None, result: Tensor) -> Issued:
