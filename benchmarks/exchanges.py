@@ -83,7 +83,7 @@ def swaps(rows: Tensor, link: Link) -> Ways:
 
 
 def gathers(row: Tensor, link: Link) -> Ways:
-    """All ways to gather; between more than two hosts messages are an all-to-all of the repeated row."""
+    """All ways to gather."""
     before, messages, now = transports(link)
     n = dist.get_world_size()
     out, repeated, request = torch.empty((n, row.numel()), dtype=row.dtype), row.repeat(n, 1), AllGather(row)
@@ -91,7 +91,7 @@ def gathers(row: Tensor, link: Link) -> Ways:
     return {
         "all_gather": lambda: gather(out.view(-1), row),
         "repeated row": partial(dist.all_to_all_single, out, repeated),
-        "messages": messages(AllToAll(repeated)),
+        "messages": messages(request),
         "link unknown": before(request),
         "link known": now(request),
     }

@@ -354,8 +354,8 @@ class SendRecvCall(CollectiveCall):
         place = self.place
         after, before = (place.in_default_group((place.rank + step) % place.ranks) for step in (1, -1))
         messages = [
+            dist.P2POp(dist.irecv, self.taken, before, place.group),  # before the send, or it waits behind its bytes
             dist.P2POp(dist.isend, self.given, after, place.group),
-            dist.P2POp(dist.irecv, self.taken, before, place.group),
         ]
         for work in dist.batch_isend_irecv(messages):
             work.wait()

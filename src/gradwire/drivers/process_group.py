@@ -97,8 +97,9 @@ class GroupTransport:
     sends, take 1.02 to 1.1. Each of them costs up to 2 ms more where cores are few, so short rows are not posted.
 
     Gloo's all_gather is a ring: four hosts take 4 ms for the smallest rows, and 1.5 to 2 times what an all_to_all of
-    the repeated row takes on a fast link. Where a row fills the link it takes 1.02 to 1.1 times what the bytes take,
-    but 1.3 on two hosts, where messages take 1.02 to 1.1.
+    the repeated row takes on a fast link. Rows that fill the link are posted here too. On four hosts and more the ring
+    is up to a tenth quicker alone, but not where several exchanges are under way, as in a step: its rounds wait for
+    each other, and each of its calls has one of Gloo's two threads until it is over.
 
     How long a row fills the link is known once `link` is. Before that, and on sub-groups, sizes decide that are right
     at about 100 Mbit/s (`benchmarks/exchanges.py`, docs/building/log/links.md).
@@ -154,7 +155,7 @@ class GroupTransport:
         return _started(dist.all_reduce(buffer, op, group, async_op=True), buffer)
 
     def all_gather(self, request: AllGather) -> Issued:
-        """By an all-to-all, unless rows are large for the link."""
+        """By messages where a row is slow, and by an all-to-all where not; if no link is known, by size."""
         row = request.tensor
         if not row.numel():
             size = request.axis.size_of(self.rank) if request.axis else self.world_size
@@ -162,11 +163,10 @@ class GroupTransport:
         group, size = self._group_of(request.axis)
         if self._is_gloo:
             link, rows = self._link_of(group), row.expand(size, -1)
-            is_slow = row.numel() > SMALL_ROW_BYTES if link is None else _is_slow(row.numel(), link)
-            if not is_slow:
-                return self._swapped(buffers.copied(rows), group)
-            if link is not None and size == 2:
+            if link is not None and _is_slow(row.numel(), link):
                 return self._posted(rows, group)
+            if link is not None or row.numel() <= SMALL_ROW_BYTES:
+                return self._swapped(buffers.copied(rows), group)
         out = buffers.empty((size * row.numel(),), row.dtype, row.device)
         # Newer PyTorch renames it and warns of the old name.
         gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
@@ -174,7 +174,7 @@ class GroupTransport:
         return _started(work, out.view(size, -1))
 
     def all_to_all(self, request: AllToAll) -> Issued:
-        """By messages where rows are large for the link."""
+        """By messages where rows are slow, or large if no link is known."""
         if not request.tensor.numel():
             return [], request.tensor
         return self._swapped(request.tensor, self._group_of(request.axis)[0])
