@@ -181,7 +181,8 @@ class Figures:
     def measure_link(self) -> Link | None:
         """Measure how long an uncompressed all-reduce takes: again, since links change, or for the first time.
 
-        A session does this as it begins, unless the environment has `GRADWIRE_TIME_LINK=0`.
+        A session does this as it begins, unless the environment has `GRADWIRE_TIME_LINK=0`. On Gloo rows of compressed
+        gradients travel as suits the link from then on (docs/exchanges.md).
 
         Every rank must call it at the same place, between two steps. It takes a tenth of a second on fast
         links, and about fifteen at most on slow ones.
