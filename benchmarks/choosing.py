@@ -44,10 +44,10 @@ import gradwire
 from common import COUNTS, bare_rate, save_result
 from gradwire import kernels
 from gradwire.choosing import ACCURACIES, Demand, allowed, coding_s, demand
-from gradwire.choosing.automatic import StepPace, wire_link
+from gradwire.choosing.automatic import StepPace
 from gradwire.core.link import Link
 from gradwire.core.rates import parse_rate
-from gradwire.drivers.contention import Contention, contention
+from gradwire.drivers.contention import Contention, contention, message
 from gradwire.drivers.window import START_UP
 from gradwire.network import Network
 from gradwire.overlap import Stopwatch
@@ -164,7 +164,7 @@ def on_rank(
         trainings = {name: Training(task, name) for name in turn}
         none = trainings[HELD].session if HELD in trainings else None
         if none is not None:
-            link = wire_link(none.timed_link(), world_size)
+            link = message(none.timed_link().link, world_size)
             computes = has_core(rank, machines, places, threads)
             measured = functools.partial(contention, none.transport, link, computes)
             beside = none.lane.call(measured, " in a cell").among(processors)

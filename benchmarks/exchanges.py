@@ -9,8 +9,6 @@ median over rounds of the slowest rank's time, by what the bytes of one directio
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -29,16 +27,14 @@ from gradwire.drivers.link_profiler import LinkProfiler
 from gradwire.drivers.process_group import GroupTransport
 from gradwire.network import Network
 from gradwire.ranks.supervised import run_function
+from routes import KB, Contestants, Sample, medians, timed
 
-KB = 1 << 10
 ROWS = (2 * KB, 8 * KB, 32 * KB, 64 * KB, 256 * KB, 1024 * KB)
 LONGEST_S = 0.4
 """An exchange whose bytes take longer is left out."""
 TIMED_BYTES = 1 << 22
 ROUNDS, BURST, BURST_S = 9, 12, 0.15
 """Each way takes `BURST` turns in a row, or fewer where they would take longer than `BURST_S`."""
-
-Ways = dict[str, Callable[[], object]]
 
 
 def on_rank(rank: int, world_size: int) -> dict[str, Any]:
@@ -57,7 +53,9 @@ def on_rank(rank: int, world_size: int) -> dict[str, Any]:
         burst = min(max(int(BURST_S / bytes_s), 1), BURST)
         rows = torch.zeros((world_size, nbytes), dtype=torch.uint8)
         for kind, ways in (("swap", swaps(rows, link)), ("gather", gathers(rows[0], link))):
-            cells.append({"kind": kind, "row": nbytes, "bytes_s": bytes_s, "s": timed(ways, burst)})
+            cells.append(
+                {"kind": kind, "row": nbytes, "bytes_s": bytes_s, "s": timed(Sample(nbytes, ROUNDS, burst), ways)}
+            )
     return {"byte_s": link.beta_s_per_byte, "cells": cells}
 
 
@@ -70,7 +68,7 @@ def transports(link: Link) -> tuple[Callable[[Collective], Callable[[], object]]
     return tuple(lambda request, each=each: lambda: ask(request, each) for each in made)
 
 
-def swaps(rows: Tensor, link: Link) -> Ways:
+def swaps(rows: Tensor, link: Link) -> Contestants:
     """All ways for an all-to-all."""
     before, messages, now = transports(link)
     out, request = torch.empty_like(rows), AllToAll(rows)
@@ -82,14 +80,13 @@ def swaps(rows: Tensor, link: Link) -> Ways:
     }
 
 
-def gathers(row: Tensor, link: Link) -> Ways:
+def gathers(row: Tensor, link: Link) -> Contestants:
     """All ways to gather."""
     before, messages, now = transports(link)
     n = dist.get_world_size()
     out, repeated, request = torch.empty((n, row.numel()), dtype=row.dtype), row.repeat(n, 1), AllGather(row)
-    gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
     return {
-        "all_gather": lambda: gather(out.view(-1), row),
+        "all_gather": partial(dist.all_gather_single, out.view(-1), row),
         "repeated row": partial(dist.all_to_all_single, out, repeated),
         "messages": messages(request),
         "link unknown": before(request),
@@ -97,26 +94,11 @@ def gathers(row: Tensor, link: Link) -> Ways:
     }
 
 
-def timed(ways: Ways, burst: int) -> dict[str, list[float]]:
-    """Seconds of each way in each round, on this rank."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(1 + ROUNDS):
-        for name, run in ways.items():
-            dist.barrier()
-            began_s = time.perf_counter()
-            for _ in range(burst):
-                run()
-            if turn:
-                times[name].append((time.perf_counter() - began_s) / burst)
-    return times
-
-
 def of_all(by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The cells, with the median over rounds of the slowest rank."""
     cells = list[dict[str, Any]]()
     for same in zip(*(each["cells"] for each in by_rank), strict=True):
-        rounds = {name: zip(*(cell["s"][name] for cell in same), strict=True) for name in same[0]["s"]}
-        cells.append({**same[0], "s": {name: statistics.median(map(max, each)) for name, each in rounds.items()}})
+        cells.append({**same[0], "s": medians([cell["s"] for cell in same])})
     return cells
 
 

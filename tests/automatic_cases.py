@@ -13,9 +13,9 @@ from change_cases import GRAIN, Training
 from fsdp2_cases import DEADLINE_S, VARIANTS, optimizer_of, train
 from fsdp2_cases import digest as digest_of_shards
 from gradwire.adapters.fsdp2.attach import ShardedSession
-from gradwire.choosing.automatic import StepPace, wire_link
+from gradwire.choosing.automatic import StepPace
 from gradwire.core.link import Link
-from gradwire.drivers.contention import Contention
+from gradwire.drivers.contention import Contention, message
 from gradwire.session import automatic
 from gradwire.session.session import Session
 from gradwire.topology.reduction_times import Probe, ReductionTimes
@@ -65,7 +65,7 @@ def plant(rank: int, early: bool = False, fast_from: int = FAST_FROM, felt: bool
     def contention(_: object, link: Link, computes: bool) -> Contention:
         """That of the link that was timed, or has become fast."""
         assert computes or rank > 0
-        timed = wire_link(SLOW, 2).seconds(1000)
+        timed = message(SLOW.link, 2).seconds(1000)
         assert link.seconds(1000) == pytest.approx(timed if link.seconds(1000) > timed / 2 else timed / 50)
         return NO_CONTENTION
 

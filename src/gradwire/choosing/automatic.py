@@ -18,8 +18,7 @@ from gradwire.core.errors import SpecError
 from gradwire.core.figures import milliseconds
 from gradwire.core.grammar import name_of, read
 from gradwire.core.link import Link
-from gradwire.drivers.contention import Contention, message
-from gradwire.topology.reduction_times import ReductionTimes
+from gradwire.drivers.contention import Contention
 
 AUTO = "auto"
 
@@ -125,17 +124,6 @@ class Chosen(NamedTuple):
     spec: str
     why: str
     runner_up: str = ""
-
-
-def wire_link(times: ReductionTimes, world_size: int) -> Link:
-    """Return the link of which the timed all-reduces are rings: 2 (n - 1) messages, 2 (n - 1)/n of the bytes.
-
-    >>> from gradwire.topology.reduction_times import Probe
-    >>> link = wire_link(ReductionTimes(1000, 0.006, (Probe(1000, 1.506, 0.0),)), world_size=4)
-    >>> round(link.alpha_s, 6), round(link.beta_s_per_byte, 6)
-    (0.001, 0.001)
-    """
-    return message(times.link, world_size)
 
 
 def demands_of(

@@ -155,18 +155,14 @@ class GroupTransport:
         return _started(dist.all_reduce(buffer, op, group, async_op=True), buffer)
 
     def all_gather(self, request: AllGather) -> Issued:
-        """By messages where a row is slow, and by an all-to-all where not; if no link is known, by size."""
+        """By an all-to-all of the repeated row, but by the backend's own where it is large and no link is known."""
         row = request.tensor
         if not row.numel():
             size = request.axis.size_of(self.rank) if request.axis else self.world_size
             return [], row.new_empty((size, 0))
         group, size = self._group_of(request.axis)
-        if self._is_gloo:
-            link, rows = self._link_of(group), row.expand(size, -1)
-            if link is not None and _is_slow(row.numel(), link):
-                return self._posted(rows, group)
-            if link is not None or row.numel() <= SMALL_ROW_BYTES:
-                return self._swapped(buffers.copied(rows), group)
+        if self._is_gloo and (self._link_of(group) is not None or row.numel() <= SMALL_ROW_BYTES):
+            return self._swapped(row.expand(size, -1), group)
         out = buffers.empty((size * row.numel(),), row.dtype, row.device)
         # Newer PyTorch renames it and warns of the old name.
         gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
@@ -189,11 +185,10 @@ class GroupTransport:
         return _started(dist.all_to_all_single(out, rows, *sizes, group=group, async_op=True), out)
 
     def _swapped(self, rows: Tensor, group: dist.ProcessGroup) -> Issued:
-        if self._is_gloo:
-            link = self._link_of(group)
-            if rows.numel() >= LARGE_ROWS_BYTES if link is None else _is_slow(rows.shape[1], link):
-                return self._posted(rows, group)
-        out = buffers.like(rows)
+        """An all-to-all, also of one row that is repeated without a copy."""
+        if self._is_gloo and self._is_posted(rows, group):
+            return self._posted(rows, group)
+        out, rows = buffers.like(rows), rows if rows.is_contiguous() else buffers.copied(rows)
         if self._is_gloo:
             return [group.alltoall_base(out, rows, [], [], dist.AllToAllOptions())], out
         return _started(dist.all_to_all_single(out, rows, group=group, async_op=True), out)
@@ -201,9 +196,16 @@ class GroupTransport:
     def _link_of(self, group: dist.ProcessGroup) -> Link | None:
         return self.link if group is self.group else None
 
+    def _is_posted(self, rows: Tensor, group: dist.ProcessGroup) -> bool:
+        """Whether rows travel as messages: where they are slow, or large if no link is known."""
+        link = self._link_of(group)
+        if link is None:
+            return rows.numel() >= LARGE_ROWS_BYTES
+        return rows.shape[1] * link.beta_s_per_byte >= SLOW_ROW_S
+
     def _posted(self, rows: Tensor, group: dist.ProcessGroup) -> Issued:
         """An all-to-all as messages; each rank begins with the next one, so that not all begin with the same."""
-        out, rank, n = buffers.empty(rows.shape, rows.dtype, rows.device), group.rank(), rows.shape[0]
+        out, rank, n = buffers.like(rows), group.rank(), rows.shape[0]
         out[rank].copy_(rows[rank])
         peers = [(rank + i) % n for i in range(1, n)]
         sends, receives = [(peer, rows[peer]) for peer in peers], [(peer, out[peer]) for peer in reversed(peers)]
@@ -289,10 +291,6 @@ Issued = tuple[Sequence[dist.Work], Tensor]
 
 _Letters = list[tuple[int, Tensor]]
 """Peers of a group, and what goes to or comes from each."""
-
-
-def _is_slow(row_bytes: int, link: Link) -> bool:
-    return row_bytes * link.beta_s_per_byte >= SLOW_ROW_S
 
 
 def _started(work: dist.Work | None, result: Tensor) -> Issued:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from gradwire.choosing.accuracy import allowed
-from gradwire.choosing.automatic import Chosen, StepPace, decide, demands_of, wire_link
+from gradwire.choosing.automatic import Chosen, StepPace, decide, demands_of
 from gradwire.choosing.coding import plan_coding_s
 from gradwire.choosing.forecast import BACKWARD, PlanMessages
 from gradwire.core.checked import checked, facts
@@ -25,7 +25,7 @@ from gradwire.core.errors import AttachError, CompositionError, StateError
 from gradwire.core.grain import ParameterSpec
 from gradwire.core.link import Link
 from gradwire.core.record import Count
-from gradwire.drivers.contention import Contention, contention
+from gradwire.drivers.contention import Contention, contention, message
 from gradwire.drivers.engine import Engine
 from gradwire.drivers.interpreter import Transport, ask
 from gradwire.drivers.plan import Plan
@@ -200,7 +200,7 @@ class Automatic:
         self._coding_s = _ranks(session.lane).attempt(self._learn_plans).own
         self._learn_processors(session)
         if times is not None:
-            self._learn_contention(session, wire_link(times, self._world_size))
+            self._learn_contention(session, message(times.link, self._world_size))
 
     def _learn_contention(self, session: Choosing, link: Link) -> None:
         """Learn what messages and computing take from each other, if they go on at the same time."""
@@ -269,7 +269,7 @@ class Automatic:
         """Learn the link, what messages and computing take from each other, and the pace of the slowest rank."""
         times = session.timed_link()
         assert times is not None, "there are several ranks"
-        link = wire_link(times, self._world_size)
+        link = message(times.link, self._world_size)
         if self._beside is None:
             self._learn_contention(session, link)
         wanted = int(PROBE_S / max(times.link.beta_s_per_byte, 1e-12))
